@@ -54,10 +54,8 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, moments: Moments) -> None:
-        """Move the running statistics toward the moments, using the unbiased variance.
-
-        If no rank has a value, they stay unchanged.
-        """
+        """Move the running statistics toward the moments, using the unbiased variance. If no rank
+        has a value, they stay unchanged."""
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         some = (moments.n > 0).to(moments.n.dtype)

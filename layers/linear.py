@@ -186,10 +186,8 @@ class RowParallelLinear(_ParallelLinear):
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor, *, add_bias: bool = True) -> Tensor:
-        """x[..., in/tp] -> y[..., out] (or y[T/tp, out] with sequence parallelism).
-
-        Without `add_bias`, the caller must add the bias, for example in a norm as its ``x_bias``.
-        """
+        """x[..., in/tp] -> y[..., out] (or y[T/tp, out] with sequence parallelism). Without
+        `add_bias`, the caller must add the bias, for example in a norm as its ``x_bias``."""
         if not self.input_is_parallel:
             x = scatter(x, self.mesh.group("tp"), dim=-1)
         bias = self.bias if add_bias else None

@@ -372,10 +372,8 @@ def _attention_rule(
 
 
 def _keys_beside(x: DTensor, query: DTensor, where: list) -> list:
-    """The placements of keys or values for queries that are sharded as `where` says.
-
-    Sequences are whole. So are heads or samples if a single one is broadcast to all queries.
-    """
+    """The placements of keys or values for queries that are sharded as `where` says. Sequences are
+    whole. So are heads or samples if a single one is broadcast to all queries."""
     return [
         p if p.is_shard() and p.dim < 2 and x.size(p.dim) == query.size(p.dim) else Replicate()
         for p in where
@@ -384,9 +382,7 @@ def _keys_beside(x: DTensor, query: DTensor, where: list) -> list:
 
 def _own_input(x: DTensor, cuts: list, where: list) -> Tensor:
     """This rank's part of x by the placements `cuts`, for an operator that is sharded as `where`.
-
-    On mesh axes that shard the operator but not x, the gradient of x is a partial sum.
-    """
+    On mesh axes that shard the operator but not x, the gradient of x is a partial sum."""
     grads = [
         Partial() if p.is_shard() and not cut.is_shard() else cut
         for p, cut in zip(where, cuts, strict=True)
@@ -408,10 +404,8 @@ def _own_mask(mask: DTensor, where: list) -> Tensor:
 def _cat_rule(
     func: Callable[..., Tensor], tensors: Sequence[Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Concatenate tensors; those of shape (0,) contribute only their dtype, as in torch.
-
-    DTensor has no rule for them, and the caches of transformers start with one.
-    """
+    """Concatenate tensors; those of shape (0,) contribute only their dtype, as in torch. DTensor
+    has no rule for them, and the caches of transformers start with one."""
     dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
     joined = join_tensors(func, [x for x in tensors if x.shape != (0,)] or tensors, *args, **kwargs)
     return joined.to(dtype)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -132,11 +132,10 @@ def explain_sharding(model: nn.Module) -> Iterator[Explanation]:
         >>> from torch.distributed.device_mesh import init_device_mesh
         >>> from warpweave import shard
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-        >>> model = nn.Sequential(nn.Linear(8, 32))
-        >>> model = shard(model, {"0.weight": "out in"}, mesh, {"out": "tp"})
+        >>> model = shard(nn.Linear(8, 32), {"weight": "out in"}, mesh, {"out": "tp"})
         >>> with explain_sharding(model) as seen:
         ...     y = model(torch.randn(2, 8))
-        >>> seen.layouts["0.weight"]
+        >>> seen.layouts["weight"]
         '[32/tp, 8]'
     """
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -147,7 +146,7 @@ def explain_sharding(model: nn.Module) -> Iterator[Explanation]:
         )
     seen = Explanation()
     seen.layouts |= {name: _layout(x) for name, x in sharded.items()}
-    listener, handles = _Listener(seen, next(iter(sharded.values())).device_mesh), []
+    listener = _Listener(seen, next(iter(sharded.values())).device_mesh)
 
     def enter(name: str) -> Callable[..., None]:
         return lambda *_: listener.modules.append(name)
@@ -161,12 +160,8 @@ def explain_sharding(model: nn.Module) -> Iterator[Explanation]:
 
         return hook
 
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(enter(name), prepend=True))
-        handles.append(module.register_forward_hook(leave(name)))
-    try:
-        with listener:
-            yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, listener:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(enter(name), prepend=True))
+            hooks.enter_context(module.register_forward_hook(leave(name)))
+        yield seen

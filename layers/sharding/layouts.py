@@ -26,10 +26,8 @@ RESHAPES = frozenset(["view", "view_as", "reshape", "reshape_as", "flatten", "ra
 
 
 def whole_tensor(x: Any) -> Any:
-    """The plain logical tensor of a DTensor, on every rank; return anything else unchanged.
-
-    The gradient that the result receives must be the same on all ranks.
-    """
+    """The plain logical tensor of a DTensor, on every rank; return anything else unchanged. The
+    gradient that the result receives must be the same on all ranks."""
     if not isinstance(x, DTensor):
         return x
     return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local()
@@ -54,9 +52,7 @@ def sum_partial(x: Any) -> Any:
 
 def reduced_truth(x: Any) -> Any:
     """Reduce a partial tensor of bools, as `any` returns it; return anything else unchanged.
-
-    DTensor would cast each rank's truth value and then add them.
-    """
+    DTensor would cast each rank's truth value and then add them."""
     if not isinstance(x, DTensor) or x.dtype != torch.bool or not is_partial(x):
         return x
     counts = laid_out_like(x, x.to_local().int())

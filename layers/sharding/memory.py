@@ -104,10 +104,8 @@ def finished(result: Any) -> Any:
 
 @cache
 def register_item() -> None:
-    """Make `item` of a DTensor (and so float, int, bool and indices) read its logical value.
-
-    If a tensor is not replicated, all ranks must read it. One call per process is enough.
-    """
+    """Make `item` of a DTensor (and so float, int, bool and indices) read its logical value. If a
+    tensor is not replicated, all ranks must read it. One call per process is enough."""
 
     def item(operator: Any, args: tuple, kwargs: dict) -> Any:
         with torch.no_grad():
@@ -123,9 +121,7 @@ def register_item() -> None:
 
 class _Copy:
     """Link from a copy to its base: on one device, the copy would be the `view` of the base.
-
-    Without a view, both would be the same tensor. `keep` keeps the base alive, as a view does.
-    """
+    Without a view, both would be the same tensor. `keep` keeps the base alive, as a view does."""
 
     def __init__(
         self, base: Tensor, view: Callable[[Tensor, bool], Tensor] | None = None, keep: bool = True
@@ -401,10 +397,8 @@ def _is_in_place(name: str) -> bool:
 
 
 def _is_basic(index: Any, masks: bool = True) -> bool:
-    """Return True for an index that gives a view: only numbers, slices, None and "...".
-
-    With masks=False, also return True for tensors of positions, which DTensor can index by.
-    """
+    """Return True for an index that gives a view: only numbers, slices, None and "...". With
+    masks=False, also return True for tensors of positions, which DTensor can index by."""
     for x in index if isinstance(index, tuple) else (index,):
         if isinstance(x, Tensor) and not masks:
             if x.dtype in (torch.bool, torch.uint8):

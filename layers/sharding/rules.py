@@ -180,10 +180,8 @@ def _elementwise_loss(loss: Function, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _dropped_weight(x: DTensor) -> Any:
-    """The weight argument of the current call of `F.l1_loss`.
-
-    torch 2.13 does not pass it to a mode such as ours, so read it from the caller's frame.
-    """
+    """The weight argument of the current call of `F.l1_loss`. torch 2.13 does not pass it to a mode
+    such as ours, so read it from the caller's frame."""
     frame = sys._getframe()
     while frame is not None and frame.f_code is not F.l1_loss.__code__:
         frame = frame.f_back

@@ -100,10 +100,8 @@ class Style(ParallelStyle):
         return module
 
     def cut(self, module: Any, name: str, mesh: DeviceMesh, source: int | None) -> None:
-        """Make a parameter of the module a DTensor with the values of rank `source` of the mesh.
-
-        If `source` is None, each rank uses its own values.
-        """
+        """Make a parameter of the module a DTensor with the values of rank `source` of the mesh. If
+        `source` is None, each rank uses its own values."""
         p = module._parameters[name]
         if p is not None:
             placements = [self.placement(module, name)]
@@ -166,10 +164,8 @@ class Style(ParallelStyle):
     def _multiply(
         self, module: Any, x: torch.Tensor, group: Group, dim: int | None, out: int | None
     ) -> torch.Tensor:
-        """Run a linear layer with x sharded along `dim` and y along `out`.
-
-        -1 means features, None means not sharded.
-        """
+        """Run a linear layer with x sharded along `dim` and y along `out`. -1 means features, None
+        means not sharded."""
         raise NotImplementedError
 
     def _look_up(self, module: Any, ids: torch.Tensor, group: Group, out: int | None) -> Any:

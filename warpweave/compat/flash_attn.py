@@ -356,11 +356,8 @@ def _boundaries(name: str, boundaries: Tensor, x: Tensor) -> list[int]:
 
 
 def _read_numbers(x: Tensor) -> Any:
-    """``x.tolist()``, cached so that all layers wait for a GPU only once.
-
-    `x` is read again only if torch has written to it since. Writes through its address are not
-    detected.
-    """
+    """``x.tolist()``, cached so that all layers wait for a GPU only once. `x` is read again only if
+    torch has written to it since. Writes through its address are not detected."""
     if x.is_cpu or x.is_inference():  # inference tensors do not count writes
         return x.tolist()
     version, found = vars(x).get("_read_numbers", (-1, []))

@@ -141,11 +141,8 @@ class _GatedMLP(nn.Module):
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x[..., E] -> y[..., E].
-
-        The kernel expects gate and up in one tensor, which is created in every call. That copies
-        2 F E elements, compared with 6 F E FLOPs for each token.
-        """
+        """x[..., E] -> y[..., E]. The kernel expects gate and up in one tensor, which is created in
+        every call. That copies 2 F E elements, compared with 6 F E FLOPs for each token."""
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         if not all(fusable(module, nn.Linear) for module in (gate, up, down)):
             return down(self._act(gate(x)) * up(x))
@@ -403,10 +400,8 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
 
 
 def _largest(x: Tensor, weight: Tensor) -> Tensor:
-    """int64[N], the row of weight[V, E] that has the largest product with each row of x[N, E].
-
-    At most 2^26 products are held at a time.
-    """
+    """int64[N], the row of weight[V, E] that has the largest product with each row of x[N, E]. At
+    most 2^26 products are held at a time."""
     rows = x.split(max(1, 2**26 // len(weight)))
     return torch.cat([F.linear(part, weight.to(x.dtype)).argmax(1) for part in rows])
 

@@ -158,10 +158,8 @@ def _expect_whole_heads(c: Mapping[str, Any]) -> None:
 
 
 def _read_rotary(c: Mapping[str, Any], *, kv_heads: int | None = None, **more: Any) -> GPTConfig:
-    """Read a decoder with rotary positions, RMSNorm and a gate.
-
-    `kv_heads` is the family's default if the field is missing; null means as many as `heads`.
-    """
+    """Read a decoder with rotary positions, RMSNorm and a gate. `kv_heads` is the family's default
+    if the field is missing; null means as many as `heads`."""
     if "activation" not in more:
         expect(c, "hidden_act", "silu")
     theta, scaling = read_rope(c)

@@ -121,9 +121,7 @@ def other_tokenizer(folder: Path, given: Path | None) -> str | None:
 
 def read_stop_tokens(folder: Path) -> tuple[int, ...]:
     """Return the end tokens of a transformers model, or of a run that started from one; () if none.
-
-    As in transformers, generation_config.json alone decides if it exists.
-    """
+    As in transformers, generation_config.json alone decides if it exists."""
     folder = find_origin(folder) or folder
     for file in (GENERATION, "config.json"):
         if (folder / file).is_file():

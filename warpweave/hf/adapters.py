@@ -29,33 +29,20 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from warpweave.hf.changes import changes_of, known, note
 from warpweave.hf.mlp import Conv1D, out_features
-from warpweave.hf.plan import Tokens, rows_of_blocks
+from warpweave.hf.plan import Tokens, rows_of_blocks, take_input
 from warpweave.layers.sharding.dtensor import Groups, use_local
-from warpweave.parallel.collectives import (
-    all_gather,
-    copy_to,
-    own_slice,
-    reduce_from,
-    reduce_scatter,
-)
+from warpweave.parallel.collectives import own_slice, reduce_from, reduce_scatter
 
 _BASES = (nn.Linear, Conv1D, nn.Embedding)
 
 
 class ShardedLayer(NamedTuple):
-    """The sharding of a layer over tensor ranks; a fact of the layer (`changes`).
+    """The sharding of a layer over tensor ranks; a fact of the layer (`changes`)."""
 
-    Attributes:
-        kind: "column", "row" or "vocabulary" (the embedding and the head).
-        tokens: the tokens of x[B, S, E].
-        inside: the enclosing module has already gathered x.
-        blocks: number of equal blocks of output features, each of which is sharded.
-    """
-
-    kind: str
-    tokens: Tokens
-    inside: bool = False
-    blocks: int = 1
+    kind: str  # "column", "row" or "vocabulary" (the embedding and the head)
+    tokens: Tokens  # of x[B, S, E]
+    inside: bool = False  # True if the enclosing module has already gathered x
+    blocks: int = 1  # number of equal blocks of output features, each of which is sharded
 
 
 class _Entered(NamedTuple):
@@ -69,8 +56,7 @@ class _Entered(NamedTuple):
 
 def is_wrapper(module: Any) -> bool:
     """Return True if a module wraps a linear layer or an embedding, as peft's adapters do."""
-    modules = getattr(module, "_modules", {})
-    return isinstance(modules.get("base_layer"), _BASES)
+    return isinstance(getattr(module, "_modules", {}).get("base_layer"), _BASES)
 
 
 def wrapped(module: Any) -> Any:
@@ -132,15 +118,14 @@ def _adapters_in(wrapper: Any) -> list[Any]:
 
 
 def enter(wrapper: Any, name: str, tp: Any, shared: Groups) -> list[tuple[str, nn.Parameter]]:
-    """Let a wrapper's adapters compute over ranks.
+    """Let a wrapper's adapters compute over ranks; return their parameters with their names.
 
     Args:
         name: the name of the wrapper, for errors.
         tp: the tensor ranks, or None.
         shared: the groups whose ranks have different tokens at the wrapper.
 
-    Returns the adapters' parameters with their names. Raises ValueError, naming the wrapper and the
-    reason, for adapters that do not compute only B A x.
+    Raises ValueError, naming `name` and the reason, for adapters that compute more than B A x.
     """
     base = wrapped(wrapper)
     _check_lora(wrapper, name)
@@ -226,27 +211,21 @@ def _with_tp(tp: Any, shared: Groups) -> Groups:
     return (tp, *(group for group in shared if group is not tp))
 
 
-def _add_features(
-    tokens: Tokens, tp: Any, a: nn.Module, args: tuple, h: torch.Tensor
-) -> torch.Tensor:
+def _add_features(tokens: Tokens, tp: Any, a: nn.Module, _: tuple, h: torch.Tensor) -> torch.Tensor:
     """Sum h over all features of a row-parallel layer's input, for its output's tokens."""
-    if tokens.dim(a, h) is None:
-        return reduce_from(h, tp)
-    return reduce_scatter(h, tp, dim=1)
+    return reduce_from(h, tp) if tokens.dim(a, h) is None else reduce_scatter(h, tp, dim=1)
 
 
 def _gather_taken(tokens: Tokens, tp: Any, b: nn.Module, args: tuple) -> tuple:
     """Gather h of all tokens, for the features of a column-parallel layer's output."""
-    (h,) = args
-    return (copy_to(h, tp) if tokens.dim(b, h) is None else all_gather(h, tp, dim=1),)
+    return (take_input(tokens, b, *args, tp),)
 
 
 # ---------------------------------------------------------------- 3. whole tensors
 
 
 def _put_together(base: Any, a: Any, b: Any, name: str) -> None:
-    """Join the ranks' parts of an adapter if peft made it only as wide as a rank's part of the
-    weight."""
+    """Join the ranks' parts of an adapter that peft made as wide as a rank's part of the weight."""
     out = out_features(base)
     width = base.weight.numel() // out
     for p, dim, size in ((a.weight, 1, width), (b.weight, 0, out), (b.bias, 0, out)):
@@ -258,13 +237,11 @@ def _put_together(base: Any, a: Any, b: Any, name: str) -> None:
                 f"{name}: dim {dim} must have {size} features, got shape {[*p.shape]}; add the "
                 "adapter before apply(mesh=...), or call the model once before fully_shard"
             )
-        shape = torch.Size(size if d == dim else n for d, n in enumerate(p.shape))
-        stride = (shape[1], 1) if len(shape) == 2 else (1,)
-        shards = DTensor.from_local(
-            p.detach(), base.weight.device_mesh, base.weight.placements, run_check=False,
-            shape=shape, stride=stride,
-        )  # fmt: skip
-        p.data = shards.full_tensor()
+        whole = torch.empty([size if d == dim else n for d, n in enumerate(p.shape)], device="meta")
+        mesh, where, stride = base.weight.device_mesh, base.weight.placements, whole.stride()
+        p.data = DTensor.from_local(
+            p.detach(), mesh, where, run_check=False, shape=whole.shape, stride=stride
+        ).full_tensor()
 
 
 def _replicated_delta(wrapper: Any, adapter: str) -> torch.Tensor:

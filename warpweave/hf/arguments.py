@@ -39,11 +39,11 @@ def cache_of(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Cache
 def _may_be_cache(name: str, value: Any) -> bool:
     if value is None or isinstance(value, _PLAIN):
         return False  # `use_cache`, `cache_position`
-    if isinstance(value, (tuple, list, Mapping)):
-        parts = list(value.values() if isinstance(value, Mapping) else value)
-        named = any(word in name for word in _CACHES)
-        return (named and bool(parts)) or any(_may_be_cache(name, part) for part in parts)
-    return True
+    if not isinstance(value, (tuple, list, Mapping)):
+        return True
+    parts = list(value.values() if isinstance(value, Mapping) else value)
+    named = any(word in name for word in _CACHES)
+    return (named and bool(parts)) or any(_may_be_cache(name, part) for part in parts)
 
 
 def note_part(cache: Cache) -> None:

@@ -37,10 +37,8 @@ _WEIGHTS = {"attentions", "cross_attentions"}  # outputs that transformers may c
 
 
 class Across(NamedTuple):
-    """The distribution of a call's sequence over ranks, as arguments of `context_attention`.
-
-    Each rank attends with its own rows. A fact of the module (`changes`).
-    """
+    """The distribution of a call's sequence over ranks, as arguments of `context_attention`. Each
+    rank attends with its own rows. A fact of the module (`changes`)."""
 
     layout: SequenceLayout
     group: ContextGroup
@@ -48,17 +46,13 @@ class Across(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """A fact of a module whose heads or tokens are on several ranks.
-
-    The ranks would draw dropout separately, so the module must not have any.
-    """
+    """A fact of a module whose heads or tokens are on several ranks. The ranks would draw dropout
+    separately, so the module must not have any."""
 
 
 class Named(NamedTuple):
-    """A fact of a model whose configuration names this attention.
-
-    Unpickling the model imports this class, which registers the attention.
-    """
+    """A fact of a model whose configuration names this attention. Unpickling the model imports this
+    class, which registers the attention."""
 
 
 class _Watched(NamedTuple):
@@ -77,10 +71,8 @@ def attention_forward(
 
     The mask determines what is visible, including the window; `sliding_window` is ignored, as in
     transformers' eager attention. Dropout draws one seed per call from torch's CPU generator.
-
-    Raises ValueError, naming the module, for anything that the kernel does not support: an unknown
-    argument (a bias of the scores, a paged cache), a mask that `make_mask` did not make, attention
-    weights as an output, or dropout in a `Shared` module.
+    Raises ValueError, naming the module, for an unknown argument (a bias of the scores, a paged
+    cache), another mask than `make_mask`'s, attention weights, or dropout in a `Shared` module.
     """
     name = type(module).__name__
     asked = unknown(rest, _IGNORED)
@@ -88,12 +80,11 @@ def attention_forward(
         asked.append("output_attentions (use set_attn_implementation('eager'))")
     if asked:
         raise ValueError(f"{name}: warpweave attention does not support {', '.join(asked)}")
-    if dropout and known(module, Shared) is not None:
-        raise ValueError(
-            f"{name}: attention dropout is not supported with apply(mesh=...); set it to 0"
-        )
+    if known(module, Shared) is not None:
+        refuse_dropout(name, dropout)
     across = known(module, Across)
     visible = _visible(module, query, key, attention_mask, is_causal, across)
+    scaling = None if scaling is None else float(scaling)
     simple = across is None and softcap is None and s_aux is None and not dropout
     if simple and (few(query) or (attention_mask is None and _is_torchs(query, value))):
         return _attend_plainly(query, key, value, attention_mask, visible, scaling), None
@@ -102,7 +93,7 @@ def attention_forward(
         "causal": visible.causal,
         "window": visible.window,
         "documents": None if visible.documents is None else visible.documents.to(query.device),
-        "scale": None if scaling is None else float(scaling),
+        "scale": scaling,
         "softcap": softcap,
         "sinks": s_aux,
         "dropout": dropout,
@@ -111,14 +102,19 @@ def attention_forward(
     o: Any
     if across is None:
         runs = {"q_runs": (visible.q_run,), "k_runs": (visible.k_run,)}
-        o = attention(query, key, value, **options, **runs)
+        o = attention(query, key, value, **options, **runs).contiguous()
     else:
-        o = context_attention(query, key, value, **options, **across._asdict())
-    o = o.contiguous()
-    watched = known(module, _Watched)
-    if watched is not None:
+        o = context_attention(query, key, value, **options, **across._asdict()).contiguous()
+    if (watched := known(module, _Watched)) is not None:
         watched.watch(module, query, key, value, o, s_aux)
     return o, None
+
+
+def refuse_dropout(name: str, p: float) -> None:
+    """Raise ValueError if an attention that ranks share has dropout."""
+    if p:
+        why = "attention dropout is not supported with apply(mesh=...)"
+        raise ValueError(f"{name}: {why}; set it to 0")
 
 
 def _is_torchs(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -134,15 +130,12 @@ def _attend_plainly(
 ) -> torch.Tensor:  # fmt: skip
     """Attention by torch's own operator. The mask, of a `few` elements, is written out once for all
     layers."""
-    seen = None
-    if mask is not None:
-        if mask.seen is None:
-            mask.seen = visible.written_out(query.device)
-        seen = mask.seen
+    if mask is not None and mask.seen is None:
+        mask.seen = visible.written_out(query.device)
+    seen = None if mask is None else mask.seen
     o = F.scaled_dot_product_attention(
         query, key, value, attn_mask=seen, is_causal=seen is None and visible.causal,
-        scale=None if scaling is None else float(scaling),
-        enable_gqa=query.shape[1] != key.shape[1],
+        scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
     return o.transpose(1, 2).contiguous()
 

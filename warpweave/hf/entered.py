@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from warpweave.hf import adapters
 from warpweave.hf.adapters import check_dropout
 from warpweave.hf.changes import changes_of, known
-from warpweave.hf.options import Spread
+from warpweave.hf.options import Spread, some_groups
 from warpweave.hf.plan import Tokens
 from warpweave.hf.seen import HOOKS
 from warpweave.hf.structure import CutPart
@@ -44,10 +44,7 @@ _Reentrant = CheckpointFunction._backward_cls  # it builds its graph in the back
 class Watch:
     """Watch the layers of a spread model; a fact of the model (`changes`).
 
-    Args:
-        model: the spread model.
-        layers: its layers, in order.
-        parts: the modules that are sharded over tensor ranks, or over tokens.
+    `layers` are the model's, in order; `parts` are sharded over tensor ranks, or over tokens.
     """
 
     untouched: Untouched
@@ -60,9 +57,8 @@ class Watch:
         held = {m: layer for layer in layers for m in layer.modules()}
         self.layer_of = {part.module: held.get(part.module) for part in parts}
         self.tokens, self.tp = tokens, spread.mesh.group("tp")
-        groups = (spread.mesh.group("tp"), spread.mesh.group("cp"))
-        self.ranks = tuple(g for g in groups if g is not None)
-        self.shared = tuple(g for g in groups[not spread.sequence_parallel :] if g is not None)
+        self.ranks = some_groups(spread.mesh)
+        self.shared = some_groups(spread.mesh, *("tp", "cp")[not spread.sequence_parallel :])
         self.dropouts: dict[Any, str] = {}
         self.names: dict[int, str] = {}  # of parameters, by their id
         self.seen: list[Any] = []
@@ -73,11 +69,9 @@ class Watch:
         for part in parts if self.tp is not None else ():
             changes_of(part.row).hooks.append(part.row.register_forward_pre_hook(self._enter_row))
             for column in part.columns:
-                hooks = [
-                    column.register_forward_pre_hook(self._enter_column),
-                    column.register_forward_hook(self._leave_column),
-                ]
-                changes_of(column).hooks += hooks
+                before = column.register_forward_pre_hook(self._enter_column)
+                after = column.register_forward_hook(self._leave_column)
+                changes_of(column).hooks += [before, after]
 
     def begin(self, untouched: Untouched) -> None:
         """Start to compare before each forward. Call this after `apply` has changed all modules."""
@@ -111,9 +105,7 @@ class Watch:
         for part in self.parts:
             kind = type(part.module).__name__
             if part.module not in inside:
-                if self.layer_of[part.module] not in self.layers:
-                    continue
-                if part.kind == "attention":
+                if self.layer_of[part.module] in self.layers and part.kind == "attention":
                     raise ValueError(
                         f"{kind}: an attention module was replaced after apply(mesh=...); replace "
                         "it before apply(mesh=...)"
@@ -142,12 +134,10 @@ class Watch:
         if not sums:
             changes_of(module).hooks += use_local(module, sums)
         sums.update(dict.fromkeys(new, self.shared))
-        found: Any = [(f"{name}.{n}", module._parameters[n]) for n in new]
-        return found
+        return [(f"{name}.{n}", p) for n, p in module._parameters.items() if n in new]
 
     def _signature(self) -> list[Any]:
-        """Everything that changes if something enters: modules of the layers, parameter names and
-        their requires_grad, hooks and forwards."""
+        """Modules of the layers, parameter names and their requires_grad, hooks and forwards."""
         found: list[Any] = []
         rest = [*self.layers]
         while rest:
@@ -165,8 +155,7 @@ class Watch:
 
     @torch.compiler.disable
     def adapt(self, wrapper: Any) -> bool:
-        """Return True if a module in a sharded layer's place is an adapter, and let it compute over
-        ranks."""
+        """Return True for an adapter in a sharded layer's place, and let it compute over ranks."""
         if adapters.is_wrapper(wrapper) and not adapters.is_current(wrapper):
             self.look()
         return adapters.is_wrapper(wrapper)
@@ -242,8 +231,7 @@ class Watch:
     # ------------------------------------------------------------ 3. gradients without a sum
 
     def _refuse(self, nodes: Iterator[tuple[Any, frozenset]]) -> None:
-        """Raise ValueError if a parameter of these nodes would not get the same gradient as on one
-        device."""
+        """Raise ValueError if a parameter's gradient at these nodes would miss something."""
         for node, wrong in nodes:
             leaf = getattr(node, "variable", None)
             if leaf is None or all(g is self.tp and _is_sharded(leaf) for g in wrong):
@@ -258,11 +246,8 @@ class Watch:
 
 
 def _nodes_between(out: Any, groups: Groups) -> Iterator[tuple[Any, frozenset]]:
-    """The autograd nodes behind a layer's `out`, which holds all tokens.
-
-    Each comes with the groups over which its gradient would be wrong, because it either receives
-    only a part of the gradient, or receives all of it and sums it.
-    """
+    """The autograd nodes behind a layer's `out`, which holds all tokens, each with the groups over
+    which its gradient would be wrong: it receives only a part, or all of it and sums it."""
     done: set[tuple[Any, frozenset]] = set()
     rest: list[tuple[Any, frozenset]] = [(x.grad_fn, frozenset()) for x in _tensors_in(out)]
     while rest:
@@ -283,10 +268,8 @@ def _nodes_between(out: Any, groups: Groups) -> Iterator[tuple[Any, frozenset]]:
 
 
 def _nodes_inside(x: Any, tp: Any, stops: Collection[Any]) -> Iterator[tuple[Any, frozenset]]:
-    """The autograd nodes behind `x` in a module that is sharded over tensor ranks.
-
-    The walk ends at `stops` and where gradients are summed over these ranks.
-    """
+    """The autograd nodes behind `x` in a module that is sharded over tensor ranks. The walk ends at
+    `stops` and where gradients are summed over these ranks."""
     done: set[Any] = set()
     rest = [x.grad_fn for x in _tensors_in(x)]
     while rest:

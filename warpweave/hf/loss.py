@@ -45,20 +45,13 @@ from warpweave.parallel.tensor import vocab_parallel_linear_cross_entropy
 
 
 class LossForm(NamedTuple):
-    """logits = factor * (x W^T), or softcap * tanh(x W^T / softcap).
-
-    Attributes:
-        model: the model's class.
-        live: attributes of the model that its forward may read without effect on the loss, and its
-            children.
-        fields: the fields of the configuration that its forward read.
-    """
+    """logits = factor * (x W^T), or softcap * tanh(x W^T / softcap)."""
 
     factor: float = 1.0
     softcap: float | None = None
-    model: Any = PreTrainedModel
-    live: tuple[str, ...] = ()
-    fields: seen.Fields = ()
+    model: Any = PreTrainedModel  # the model's class
+    live: tuple[str, ...] = ()  # its children, and attributes without effect on the loss
+    fields: seen.Fields = ()  # the fields of the configuration that its forward read
 
     @property
     def forward(self) -> Callable:
@@ -91,9 +84,7 @@ def head_terms(head: Any) -> Callable | None:
     if _is_linear(head):
         return lambda x: _with_columns(x, head, _bias_columns(head, x))
     base, lora = getattr(head, "base_layer", None), getattr(head, "lora_A", None)
-    if lora is None or "forward" in head.__dict__ or has_hooks(head):
-        return None
-    if not _is_linear(base):
+    if lora is None or "forward" in head.__dict__ or has_hooks(head) or not _is_linear(base):
         return None
     names = [n for n in head.active_adapters if n in lora]
     layers = [layer for n in names for layer in (lora[n], head.lora_B[n])]
@@ -159,62 +150,41 @@ def _with_columns(
 
 
 def fused_loss(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    form: LossForm,
-    num_items_in_batch: torch.Tensor | int | None = None,
-    ignore_index: int = -100,
-    shift_labels: torch.Tensor | None = None,
-    vocabulary: HeadVocabulary | None = None,
-) -> torch.Tensor:
-    """`ForCausalLMLoss` of the logits that x[B, S, E] and weight[V, E] would give with `form`.
-
-    The weight is [V/R, E] if a `vocabulary` is sharded.
-    """
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, form: LossForm,
+    num_items_in_batch: torch.Tensor | int | None = None, ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None, vocabulary: HeadVocabulary | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`ForCausalLMLoss` of the logits that x[B, S, E] and weight[V, E] would give with `form`. The
+    weight is [V/R, E] if a `vocabulary` is sharded. Context ranks, which all have the whole x,
+    share the tokens."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    shift_labels = shift_labels.to(x.device).reshape(x.shape[:-1])
-    x = x if form.factor == 1 else x * form.factor
-    total = _sum(x, weight, shift_labels, form.softcap, ignore_index, vocabulary)
+    labels = shift_labels.to(x.device).reshape(x.shape[:-1]).flatten()
+    x = (x if form.factor == 1 else x * form.factor).flatten(0, -2)
     if num_items_in_batch is None:
-        num_items_in_batch = (shift_labels != ignore_index).sum().clamp(min=1)
+        num_items_in_batch = (labels != ignore_index).sum().clamp(min=1)
     elif torch.is_tensor(num_items_in_batch):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
-
-
-def _sum(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    softcap: float | None,
-    ignore_index: int,
-    vocabulary: HeadVocabulary | None,
-) -> torch.Tensor:
-    """The sum of the token losses. Context ranks, which all have the whole x, share the tokens."""
+        num_items_in_batch = num_items_in_batch.to(x.device)
     group, cp, size = None, None, len(weight)
     if vocabulary is not None:
         group, cp, size = vocabulary.group, vocabulary.spread.mesh.group("cp"), vocabulary.size
-    x, labels = x.flatten(0, -2), labels.flatten()
     if cp is not None:
         short = -len(labels) % group_size(cp)
         x, labels = F.pad(x, (0, 0, 0, short)), F.pad(labels, (0, short), value=ignore_index)
         x, labels, weight = scatter(x, cp), own_slice(labels, cp), copy_to(weight, cp)
     total = vocab_parallel_linear_cross_entropy(
-        x, weight, labels, group=group, vocab_size=size, softcap=softcap, ignore_index=ignore_index
-    )
-    return reduce_from(total, cp)
+        x, weight, labels, group=group, vocab_size=size, softcap=form.softcap,
+        ignore_index=ignore_index,
+    )  # fmt: skip
+    return reduce_from(total, cp) / num_items_in_batch
 
 
 def _loss_function(
     model: Any, form: LossForm, caught: list[torch.Tensor],
     logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, *args: Any, **kwargs: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """The loss function of a model while its forward runs without logits.
-
-    The head has saved x' and W' in `caught`.
-    """
+    """The loss function of a model while its forward runs without logits. The head has saved x' and
+    W' in `caught`."""
     if not caught or logits.device.type != "meta":
         return ForCausalLMLoss(logits, labels, vocab_size, *args, **kwargs)
     x, weight = caught
@@ -303,10 +273,8 @@ class _StandIn(nn.Module):
 
 
 def _compiled_loss(model: Any, head: Any, catch: Callable, run: Callable) -> Any:
-    """Like `_patched`, for compilers, which cannot follow a forward that is replaced temporarily.
-
-    A head that is not a child of the model computes its logits as usual.
-    """
+    """Like `_patched`, for compilers, which cannot follow a forward that is replaced temporarily. A
+    head that is not a child of the model computes its logits as usual."""
     fused: Any = known(model, _Fused)
     stand_in = fused.stand_in
     names = [name for name, child in model._modules.items() if child is head]
@@ -325,10 +293,8 @@ def _compiled_loss(model: Any, head: Any, catch: Callable, run: Callable) -> Any
 
 
 def find_loss_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> LossForm | str:
-    """The form that a model applies to its head's output, or the reason not to fuse its loss.
-
-    The model runs on `inputs` with labels.
-    """
+    """The form that a model applies to its head's output, or the reason not to fuse its loss. The
+    model runs on `inputs` with labels."""
     parameters = inspect.signature(type(model).forward).parameters
     if "labels" not in parameters or "input_ids" not in inputs:
         return "its forward has no labels"
@@ -345,14 +311,11 @@ def find_loss_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> L
         made.append(_of_all_sizes(z))
         return made[-1]
 
-    hook = head.register_forward_hook(widen)
     try:
-        with quietly(model), seen.noted(model) as fields:
+        with head.register_forward_hook(widen), quietly(model), seen.noted(model) as fields:
             out = model(**inputs, labels=inputs["input_ids"])
     except Exception as error:  # a model may raise anything on inputs that it does not expect
         return f"it does not run on `example` (default: its dummy_inputs): {one_line(error)}"
-    finally:
-        hook.remove()
     if len(made) != 1 or getattr(out, "logits", None) is None or out.loss is None:
         return "its forward does not compute logits from its head exactly once"
     form = _form_of(model, made[0], out.logits)
@@ -373,11 +336,8 @@ def _of_all_sizes(z: torch.Tensor) -> torch.Tensor:
 
 
 def _is_causal(model: Any) -> bool:
-    """Return True if a model has transformers' own loss function for causal language models.
-
-    Reading the model's attribute would print a warning in case of a fallback, and break a
-    compiler's graph.
-    """
+    """Return True if a model has transformers' own loss function for causal language models."""
+    # Reading the attribute would warn in case of a fallback, and break a compiler's graph.
     own = model.__dict__.get("_loss_function")
     if own is None:
         own = LOSS_MAPPING.get(arguments.own(model, "loss_type"), ForCausalLMLoss)

@@ -67,10 +67,8 @@ class Visible(NamedTuple):
 
 
 class Mask(torch.Tensor):
-    """A tensor [B, 1, Sq, Sk] of NaN, without memory, with a `Visible` in `visible`.
-
-    `seen` caches the mask that is written out of it.
-    """
+    """A tensor [B, 1, Sq, Sk] of NaN, without memory, with a `Visible` in `visible`. `seen` caches
+    the mask that is written out of it."""
 
     visible: Visible
     seen: torch.Tensor | None = None
@@ -166,10 +164,8 @@ def _mask_of_one(
     kv_offset: int,
     like: torch.Tensor,
 ) -> Mask:
-    """`make_mask` for one query. Its keys are computed on the device, without a host sync.
-
-    Padding in the middle of a sample fails a device assertion, like an index out of range.
-    """
+    """`make_mask` for one query. Its keys are computed on the device, without a host sync. Padding
+    in the middle of a sample fails a device assertion, like an index out of range."""
     keys = like.shape[-1]
     pattern = _pattern_of(function, kv_offset + keys)
     at, own = torch.arange(keys, device=like.device), q_offset - kv_offset
@@ -194,11 +190,8 @@ def _mask_of_one(
 
 
 def _pattern_of(function: Callable, end: int, positions: torch.Tensor | None = None) -> _Pattern:
-    """The pattern of a mask function over the keys before `end`.
-
-    `positions`[B, S] are the rows' positions in their packed sequences, if these differ from the
-    rows' own.
-    """
+    """The pattern of a mask function over the keys before `end`. `positions`[B, S] are the rows'
+    positions in their packed sequences, if these differ from the rows' own."""
     name = function.__qualname__.removesuffix(".<locals>.inner_mask")
     cells = function.__closure__ or ()
     held = _Held(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells)))
@@ -269,10 +262,8 @@ def _chunks(size: int, left_padding: torch.Tensor, end: int) -> torch.Tensor:
 
 
 def _padding(mask: torch.Tensor, seen: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The start and the end of each sample's tokens, [B, 1] each; None if no key is hidden.
-
-    The mask[B, up to seen] covers the keys that are seen by some query.
-    """
+    """The start and the end of each sample's tokens, [B, 1] each; None if no key is hidden. The
+    mask[B, up to seen] covers the keys that are seen by some query."""
     if mask.is_cpu and mask.shape[1] == seen and bool(mask.all()):  # on a GPU, sync only once below
         return None
     mask = torch.nn.functional.pad(mask, (0, seen - mask.shape[1]))
@@ -284,10 +275,8 @@ def _padding(mask: torch.Tensor, seen: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _run_of(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first True of each row of bool[B, S], as [B, 1], and a run from there.
-
-    The run is as long as the row's number of True elements.
-    """
+    """The first True of each row of bool[B, S], as [B, 1], and a run from there. The run is as long
+    as the row's number of True elements."""
     first = mask.int().argmax(1, keepdim=True)
     at = torch.arange(mask.shape[1], device=mask.device)
     return first, (at >= first) & (at < first + mask.sum(1, keepdim=True))
@@ -296,10 +285,8 @@ def _run_of(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _document_boundaries(
     starts: list[torch.Tensor], batch_size: int, end: int, device: torch.device
 ) -> torch.Tensor:
-    """Boundaries [B, n] from all `starts`, up to and including `end`.
-
-    Because of the end, the attention does not mistake them for the number of each token's document.
-    """
+    """Boundaries [B, n] from all `starts`, up to and including `end`. Because of the end, the
+    attention does not mistake them for the number of each token's document."""
     zero = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
     inner = (s.expand(batch_size, -1) for s in starts)
     return torch.cat([zero, *inner, zero + end], 1).sort(1).values

@@ -41,23 +41,21 @@ _FUNCTIONS: dict[str, Callable] = {
 }
 _PLAIN = ("gelu", "gelu_erf", "relu2")  # those of `mlp`, by the same names
 _GATED = ("silu", "gelu", "gelu_erf")
+_NONE = torch.empty(0, 0)  # instead of a missing weight
 
 
 def name_of(function: Callable) -> str | None:
-    """The name of our activation that a function computes, or None.
-
-    The function is evaluated in float32 on a grid, and far outside it, where clipping shows.
-    """
+    """The name of our activation that a function computes, or None. The function is evaluated in
+    float32 on a grid, and far outside it, where clipping shows."""
     far = torch.logspace(1, 3, 41)
     x = torch.cat([torch.linspace(-8, 8, 1001), far, -far])
     with torch.no_grad():
         y = tried(function, x.clone())
-    for name, ours in _FUNCTIONS.items():
-        if y is None or y.shape != x.shape:
-            return None
-        wanted = ours(x)
-        if ((y - wanted).abs() < 5e-6 * wanted.abs().clamp(min=1)).all():
-            return name
+    if y is not None and y.shape == x.shape:
+        for name, ours in _FUNCTIONS.items():
+            wanted = ours(x)
+            if ((y - wanted).abs() < 5e-6 * wanted.abs().clamp(min=1)).all():
+                return name
     return None
 
 
@@ -122,10 +120,8 @@ class _GatedProduct(torch.autograd.Function):
 
 
 def gated_product(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
-    """act(gate) * up, differentiable once; the name is "silu", "gelu" or "gelu_erf".
-
-    Both have the same shape and dtype.
-    """
+    """act(gate) * up, differentiable once; the name is "silu", "gelu" or "gelu_erf". Both have the
+    same shape and dtype."""
     return _GatedProduct.apply(gate, up, name)
 
 
@@ -174,7 +170,7 @@ def is_mlp_candidate(module: nn.Module) -> bool:
         len(inner) in (2, 3)
         and not seen.owns_numbers(module)
         and not any(seen.owns_numbers(part) for c in rest for part in c.modules())
-        and len({_widths(c) for c in inner.values()}) <= 2
+        and len({frozenset(getattr(c, "weight", _NONE).shape) for c in inner.values()}) <= 2
         and bool(_activations(module))
     )
 
@@ -206,7 +202,7 @@ def find_mlp_form(module: nn.Module) -> MLPForm | str:
 
 def _gated_forward(form: MLPForm, module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     activation, small = _FUNCTIONS[form.activation], few(hidden_states)
-    product = _product if small else _call
+    product = _product if small else lambda linear, x: linear(x)
     up = product(getattr(module, form.up), hidden_states)
     if form.gate is not None:
         gate = product(getattr(module, form.gate), hidden_states)
@@ -237,10 +233,6 @@ def _plain_forward(form: MLPForm, module: Any, hidden_states: torch.Tensor) -> t
     return y
 
 
-def _call(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    return linear(x)
-
-
 def _product(linear: Any, x: torch.Tensor) -> torch.Tensor:
     """linear(x) for a `few` elements, without the module call, which takes a tenth of the time."""
     if not is_plain_linear(linear):
@@ -252,9 +244,8 @@ def _product(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 def is_plain_linear(module: Any) -> bool:
     """Return True if a module is only its weight and bias: no hook, wrapper or quantization."""
-    if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
-        return False
-    if has_hooks(module):
+    kind = type(module)
+    if kind not in (nn.Linear, Conv1D) or "forward" in module.__dict__ or has_hooks(module):
         return False
     weight = module._parameters.get("weight")
     return type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point()
@@ -267,11 +258,6 @@ def weight_of(linear: Any) -> torch.Tensor:
 
 def out_features(linear: Any) -> int:
     return linear.nf if isinstance(linear, Conv1D) else linear.out_features
-
-
-def _widths(module: nn.Module) -> frozenset[int]:
-    """The two widths of a linear layer, as a set."""
-    return frozenset(getattr(module, "weight", torch.empty(0, 0)).shape)
 
 
 def _activations(module: nn.Module) -> list[Callable]:
@@ -299,11 +285,11 @@ def _forms(inner: dict[str, Any], activation: str, drops: tuple[str, ...]) -> li
         if len(others) == 1 and out[others[0]] == F_:
             found.append(MLPForm(activation, others[0], down))
         elif len(others) == 1 and out[others[0]] == 2 * F_:
-            for order in ("gate, up", "up, gate"):
-                found.append(MLPForm(activation, others[0], down, fused=order))
+            orders = ("gate, up", "up, gate")
+            found += [MLPForm(activation, others[0], down, fused=order) for order in orders]
         elif len(others) == 2 and all(out[n] == F_ for n in others):
-            for gate, up in (others, others[::-1]):
-                found.append(MLPForm(activation, up, down, gate=gate))
+            orders = (others, others[::-1])
+            found += [MLPForm(activation, up, down, gate=gate) for gate, up in orders]
     found = [f for f in found if f.plain or activation in _GATED]
     inside = [f._replace(inside=drops) for f in found if drops and not f.plain]
     return [f._replace(after=drops) for f in found] + inside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -190,8 +191,9 @@ def _spread(
         inputs = {"input_ids": ids.repeat(1, length)[:, :length]}
     wanted = _outputs(model, inputs)
     with adapters.taken_out(model):
-        parallel.spread_model(model, spread, inputs, report)
-    parallel.check_entered(model)
+        watch = parallel.spread_model(model, spread, inputs, report)
+    watch.untouched.check_layers()
+    watch.look()  # lets adapters on the layers compute over ranks
     found = _outputs(model, inputs)
     why = wanted if isinstance(wanted, str) else None
     if why is None and isinstance(found, str):
@@ -202,7 +204,8 @@ def _spread(
     if why is not None:
         raise ValueError(f"{type(model).__name__} cannot be spread over {spread.mesh.sizes}: {why}")
     if example is None:  # ranks can share its tokens; otherwise, the first forward is checked
-        parallel.check_gradients(model, inputs)
+        with quietly(model), torch.enable_grad():  # every parameter gets a whole gradient
+            model(**inputs, use_cache=False)
     parallel.check_next_inputs(model, spread)
 
 
@@ -275,8 +278,7 @@ def _replace_whole(
         form = loss.find_loss_form(model, inputs)
         if not isinstance(form, str):
             loss.install(model, form)
-            why = loss.differs(model, inputs)
-            if why is not None:
+            if (why := loss.differs(model, inputs)) is not None:
                 loss.uninstall(model)
                 form = why
         report.add(name, "loss", model, form)
@@ -296,20 +298,17 @@ def _replace_attention(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], report: Report, own_name: str
 ) -> None:
     """Replace the attention, but undo it unless the whole model's output agrees with before."""
+    keep = partial(report.add, own_name, "attention", model)
     names = {m: f"{own_name}.{n}".strip(".") for n, m in model.named_modules()}
     for module, name in names.items():
         if "inv_freq" in dict(module.named_buffers(recurse=False)):
             why = "RoPE is applied by a function inside attention, not by a module"
             report.add(name, "rotary", module, why)
     if not model._can_set_attn_implementation():
-        why = "its attention does not use transformers' AttentionInterface"
-        report.add(own_name, "attention", model, why)
-        return
+        return keep("its attention does not use transformers' AttentionInterface")
     wanted = _outputs(model, inputs)
     if isinstance(wanted, str):
-        why = f"it does not run on `example` (default: its dummy_inputs): {wanted}"
-        report.add(own_name, "attention", model, why)
-        return
+        return keep(f"it does not run on `example` (default: its dummy_inputs): {wanted}")
     changes = changes_of(model)
     configs = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     for config in configs:
@@ -326,20 +325,16 @@ def _replace_attention(
     if why is not None:
         for config in configs:
             changes.restore(config, _IMPLEMENTATION)
-        report.add(own_name, "attention", model, why)
-        return
+        return keep(why)
     note(model, attention.Named())
     for module in callers:
-        report.add(
-            names.get(module, ""), "attention", module, "attention, with its mask", replaced=True
-        )
+        name, how = names.get(module, ""), "attention, with its mask"
+        report.add(name, "attention", module, how, replaced=True)
 
 
 def _outputs(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor] | str:
-    """The model's first output at real tokens, without padding and with padding on the left.
-
-    If the model fails, return the error's text instead.
-    """
+    """The model's first output at real tokens, without padding and with padding on the left. If the
+    model fails, return the error's text instead."""
     found = []
     try:
         for more, real in _paddings(model, inputs):

@@ -28,25 +28,15 @@ from warpweave.kernels.runtime.dtypes import is_autocast
 
 
 class NormForm(NamedTuple):
-    """One form of a norm.
+    """One form of a norm."""
 
-    Attributes:
-        layer: True for LayerNorm, False for RMSNorm.
-        offset: the number added to the weight.
-        eps: the name of the attribute that holds eps, or eps itself.
-        out: the output dtype: "x" the input's, "weight" the weight's, "wider" the wider of both.
-        autocast: True if the output is float32 under autocast, as for torch's own norms.
-        fields: the fields of the configuration that it read.
-        across: the replacement of `rms_norm` for features that are sharded over ranks.
-    """
-
-    layer: bool
-    offset: int
-    eps: str | float
-    out: str
-    autocast: bool
-    fields: Fields = ()
-    across: Callable | None = None
+    layer: bool  # True for LayerNorm, False for RMSNorm
+    offset: int  # is added to the weight
+    eps: str | float  # the name of the attribute that holds eps, or eps itself
+    out: str  # the output dtype: "x" the input's, "weight" the weight's, "wider" the wider of both
+    autocast: bool  # True if the output is float32 under autocast, as for torch's own norms
+    fields: Fields = ()  # the fields of the configuration that it read
+    across: Callable | None = None  # replaces `rms_norm` if features are sharded over ranks
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -158,10 +148,8 @@ def _width(module: nn.Module) -> int | None:
 def _answers(
     module: nn.Module, width: int, forward: Callable, wanted: dict | None = None
 ) -> dict[tuple, torch.Tensor]:
-    """The results of a forward on the probes, by (dtype, autocast).
-
-    If `wanted` is given, return an empty dict unless all results agree with it.
-    """
+    """The results of a forward on the probes, by (dtype, autocast). If `wanted` is given, return an
+    empty dict unless all results agree with it."""
     weight = getattr(module, "weight", None)
     like = torch.empty(0) if weight is None else weight
     x = noise(6, width, like=torch.empty(0, device=like.device)) + 0.5
@@ -174,12 +162,9 @@ def _answers(
         autocast = torch.autocast(x.device.type, torch.bfloat16, enabled=cast)
         with torch.no_grad(), ours_always(), autocast:
             y = tried(forward, x.to(dtype)[None])
-        if wanted is None:
-            if y is not None:
-                found[dtype, cast] = y
-        elif y is None or not _rows_agree(wanted[dtype, cast], y, dtype):
+        if wanted and (y is None or not _rows_agree(wanted[dtype, cast], y, dtype)):
             return {}
-        else:
+        if y is not None:
             found[dtype, cast] = y
     return found
 

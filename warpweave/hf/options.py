@@ -7,10 +7,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from warpweave.layers.sharding.dtensor import padded_rows
+from warpweave.layers.sharding.dtensor import Groups, padded_rows
 from warpweave.parallel.collectives import copy_to, own_slice
 from warpweave.parallel.context import Links, Strategy
 from warpweave.parallel.mesh import ConnectedMesh
+
+
+def some_groups(mesh: ConnectedMesh, *axes: str) -> Groups:
+    """The mesh's groups along `axes` (default: tp and cp) that have more than one rank."""
+    groups = (mesh.group(axis) for axis in axes or ("tp", "cp"))
+    return tuple(group for group in groups if group is not None)
 
 
 class Spread(NamedTuple):
@@ -32,16 +38,11 @@ class Replicas(NamedTuple):
     """Configuration that tells transformers' Trainer that ranks share a model.
 
     The Trainer then gives these ranks the same tokens, wraps nothing and lets all of them save.
-
-    Attributes:
-        tp_size: number of ranks that share one replica, over tensor and context ranks.
-        replicas: number of data ranks.
-        device: device of the parameters.
     """
 
-    tp_size: int
-    replicas: int
-    device: str
+    tp_size: int  # number of ranks that share one replica, over tensor and context ranks
+    replicas: int  # number of data ranks
+    device: str  # of the parameters
     ep_size: int = 1
     fsdp_size: int = 1
     dp_replicate_size: int = 1
@@ -59,25 +60,17 @@ class Replicas(NamedTuple):
                 f'over mesh.device_mesh["dp"] and {recipe}, or use Mesh(dp=1, ...)'
             )
         if self.device == "cpu":
-            raise ValueError(
-                f"accelerate lets {self.tp_size} ranks share a model only on GPUs; on CPUs, "
-                f"{recipe}"
-            )
+            why = f"accelerate lets {self.tp_size} ranks share a model only on GPUs"
+            raise ValueError(f"{why}; on CPUs, {recipe}")
         return 1
 
 
 class HeadVocabulary(NamedTuple):
-    """A head with rows sharded over tensor ranks and the loss's tokens over context ranks.
+    """A head with rows sharded over tensor ranks and the loss's tokens over context ranks. A fact
+    of the head (`changes`)."""
 
-    A fact of the head (`changes`).
-
-    Attributes:
-        size: size of the whole vocabulary.
-        cut: True if the rows are sharded, False if they are replicated.
-    """
-
-    size: int
-    cut: bool
+    size: int  # of the whole vocabulary
+    cut: bool  # True if the rows are sharded, False if they are replicated
     spread: Spread
 
     @property
@@ -90,16 +83,10 @@ class HeadVocabulary(NamedTuple):
         return padded_rows(weight, self.size, self.spread.mesh.size("tp"))
 
     def own_rows(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows, padded, of a tensor that is whole on every rank.
-
-        The gradient of the tensor is summed over the ranks.
-        """
+        """This rank's rows, padded, of a tensor that is whole on every rank. The gradient of the
+        tensor is summed over the ranks."""
         if len(whole) != self.size:
-            raise ValueError(
-                f"the bias or LoRA weight of the sharded head must have {self.size} rows, got "
-                f"{len(whole)}"
-            )
-        ranks = self.spread.mesh.size("tp")
-        rows = -(-self.size // ranks)
-        full = F.pad(copy_to(whole, self.group), (0, 0, 0, rows * ranks - self.size))
-        return own_slice(full, self.group)
+            what = "the bias or LoRA weight of the sharded head"
+            raise ValueError(f"{what} must have {self.size} rows, got {len(whole)}")
+        missing = -self.size % self.spread.mesh.size("tp")
+        return own_slice(F.pad(copy_to(whole, self.group), (0, 0, 0, missing)), self.group)

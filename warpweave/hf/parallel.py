@@ -36,10 +36,9 @@ from warpweave.hf.adapters import ShardedLayer, check_dropout, wrapped
 from warpweave.hf.arguments import own
 from warpweave.hf.changes import changes_of, forget, known, note
 from warpweave.hf.entered import Watch
-from warpweave.hf.options import HeadVocabulary, Replicas, Spread
+from warpweave.hf.options import HeadVocabulary, Replicas, Spread, some_groups
 from warpweave.hf.patch import patch
 from warpweave.hf.plan import Column, Row, Tokens, hidden_states, take_input
-from warpweave.hf.probe import quietly
 from warpweave.hf.report import Report
 from warpweave.hf.untouched import Untouched, refuse_copies
 from warpweave.layers.sharding.dtensor import (
@@ -70,8 +69,8 @@ _Sums = dict[nn.Module, dict[str, Groups]]
 
 def spread_model(
     model: Any, spread: Spread, inputs: dict[str, torch.Tensor], report: Report
-) -> None:
-    """Shard an applied model over the tensor and context ranks.
+) -> Watch:
+    """Shard an applied model over the tensor and context ranks; return what watches its layers.
 
     Raises ValueError, naming module and reason, if that is not possible. To undo it, call
     `join_parameters`, then `warpweave.hf.changes.undo` of every module.
@@ -79,14 +78,12 @@ def spread_model(
     mesh, changes = spread.mesh, changes_of(model)
     tp = mesh.size("tp")
     names = {m: n for n, m in model.named_modules()}
-    check_alike(model.named_parameters(), _some(mesh.group("tp"), mesh.group("cp")))
+    check_alike(model.named_parameters(), some_groups(mesh))
     for module, name in names.items():
         if isinstance(module, nn.Dropout):
             check_dropout(module, name)
-        if getattr(module, "attention_dropout", 0.0):  # early; see `attention.Shared` for any name
-            raise ValueError(
-                f"{name}: attention dropout is not supported with apply(mesh=...); set it to 0"
-            )
+        # early; see `attention.Shared` for any name
+        attention.refuse_dropout(name, getattr(module, "attention_dropout", 0.0))
     parts, kept = structure.find_parts(model, inputs, tp)
     layers = _layers(model, parts)
     for name, why in kept.items():
@@ -100,9 +97,8 @@ def spread_model(
     if type(head) is nn.Linear:
         note(head, HeadVocabulary(len(head.weight), head in plan, spread))
     for part in parts:
-        how = "tokens"
-        if tp > 1:
-            how = f"{len(part.columns)} column-parallel + 1 row-parallel layers over {tp} ranks"
+        how = f"{len(part.columns)} column-parallel + 1 row-parallel layers over {tp} ranks"
+        how = how if tp > 1 else "tokens"
         report.add(names[part.module], "parallel", part.module, how, replaced=True)
         enter = _Entrance(part, tokens, spread, model.config, watch)
         handle = part.module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -129,6 +125,7 @@ def spread_model(
     watch.begin(untouched)
     connected = {model, untouched.stack, *layers, *(part.module for part in parts), *plan}
     refuse_copies(model, connected | ({head} if head is not None else set()), spread)
+    return watch
 
 
 def tokens_of(spread: Spread) -> Tokens:
@@ -166,9 +163,8 @@ def _plan(
     if plain and (cuttable or not tied):
         plan[embedding] = RowwiseParallel(input_layouts=Replicate())
         note(embedding, ShardedLayer("vocabulary", tokens))
-        report.add(
-            names[embedding], "parallel", embedding, "embedding, rows over tp", replaced=True
-        )
+        how = "embedding, rows over tp"
+        report.add(names[embedding], "parallel", embedding, how, replaced=True)
     if cuttable:
         plan[head] = ColwiseParallel(output_layouts=Replicate(), **spread.options)
         note(head, ShardedLayer("vocabulary", tokens))
@@ -177,12 +173,10 @@ def _plan(
 
 
 def _cut(model: Any, parts: list[structure.CutPart], plan: _Plan, spread: Spread) -> None:
-    """Apply a plan's styles to their modules, and shard parameters that have one number per
-    head."""
-    tp = spread.mesh.size("tp")
+    """Apply a plan's styles to their modules; shard parameters that have one number per head."""
+    tp, mesh = spread.mesh.size("tp"), spread.mesh.device_mesh
     if tp == 1:
         return
-    mesh: Any = spread.mesh.device_mesh
     mesh = mesh["tp"]
     cuts: dict[Any, Placement] = {
         p: style.placement(module, name)
@@ -199,9 +193,8 @@ def _cut(model: Any, parts: list[structure.CutPart], plan: _Plan, spread: Spread
             form: Any = norm.find_norm_form(module)
             patch(module, form._replace(across=across))
         if part.kind == "attention" and max(part.columns.values()) > 1:
-            width = part.width
             for name, number in list(vars(part.module).items()):  # the width it splits by
-                if type(number) is int and number == width:
+                if type(number) is int and number == part.width:
                     changes_of(part.module).set(part.module, name, number // tp)
     for module, style in plan.items():
         changes_of(module).remember(module, "forward")
@@ -212,26 +205,21 @@ def _cut(model: Any, parts: list[structure.CutPart], plan: _Plan, spread: Spread
 
 def _sums(parts: list[structure.CutPart], layers: list[nn.Module], spread: Spread) -> _Sums:
     """The groups over which gradients of each module's own parameters must be summed."""
-    tp, cp = (spread.mesh.group(axis) for axis in ("tp", "cp"))
-    over: dict[nn.Module, tuple[Group, ...]] = {}
+    both, cp = some_groups(spread.mesh), some_groups(spread.mesh, "cp")
+    over: dict[nn.Module, Groups] = {}
     for layer in layers:
-        over |= dict.fromkeys(layer.modules(), (tp, cp) if spread.sequence_parallel else (cp,))
+        over |= dict.fromkeys(layer.modules(), both if spread.sequence_parallel else cp)
     for part in parts:
         if part.kind == "attention":
-            over |= dict.fromkeys(part.module.modules(), (tp, cp))  # norms of a rank's heads
-            over |= dict.fromkeys((part.module, *part.norms), (cp,))  # sharded with the heads
-        over |= dict.fromkeys((*part.columns, part.row), (cp,))
-    found = {m: dict.fromkeys(m._parameters, _some(*groups)) for m, groups in over.items()}
+            over |= dict.fromkeys(part.module.modules(), both)  # norms of a rank's heads
+            over |= dict.fromkeys((part.module, *part.norms), cp)  # sharded with the heads
+        over |= dict.fromkeys((*part.columns, part.row), cp)
+    found = {m: dict.fromkeys(m._parameters, groups) for m, groups in over.items()}
     for part in parts:
         for column, blocks in part.columns.items():
             if blocks > 1:  # each rank reads its part of a whole bias
-                found[column]["bias"] = _some(tp, cp)
+                found[column]["bias"] = both
     return found
-
-
-def _some(*groups: Group) -> Groups:
-    """The groups that have more than one rank."""
-    return tuple(group for group in groups if group is not None)
 
 
 # ---------------------------------------------------------------- 2. during every call
@@ -277,10 +265,8 @@ class _Entrance:
                     "before apply(mesh=...)"
                 )
         if any(map(seen.changed, self.part.norms)):
-            raise ValueError(
-                f"{kind}: a norm whose features are sharded over ranks was "
-                "changed; call warpweave.hf.revert first"
-            )
+            why = "a norm whose features are sharded over ranks was changed"
+            raise ValueError(f"{kind}: {why}; call warpweave.hf.revert first")
         if self.part.kind == "mlp":
             return
         config = getattr(module, "config", self.config)
@@ -289,17 +275,13 @@ class _Entrance:
                 f"{kind}: with apply(mesh=...), attn_implementation must be {attention.NAME}, got "
                 f"{config._attn_implementation}; call warpweave.hf.revert first"
             )
-        if module.training and getattr(module, "attention_dropout", 0.0):
-            raise ValueError(
-                f"{kind}: attention dropout is not supported with apply(mesh=...); set it to 0"
-            )
+        if module.training:
+            attention.refuse_dropout(kind, getattr(module, "attention_dropout", 0.0))
 
 
 def own_positions(name: str, value: Any, layout: SequenceLayout, rank: int) -> Any:
-    """A context rank's part of an argument with one entry per position.
-
-    An argument with an unknown name stays whole, and does not fit the rank's part of the sequence.
-    """
+    """A context rank's part of an argument with one entry per position. An argument with an unknown
+    name stays whole, and does not fit the rank's part of the sequence."""
     if name == "position_embeddings" and isinstance(value, (tuple, list)):
         return tuple(layout.shard(x, rank, dim=1) for x in value)
     if name == "position_ids" and value is not None:
@@ -308,12 +290,9 @@ def own_positions(name: str, value: Any, layout: SequenceLayout, rank: int) -> A
 
 
 def check_next_inputs(model: Any, spread: Spread) -> None:
-    """Compare the ranks' batches once, in the next call.
-
-    With different batches, the loss would be wrong without an error.
-    """
-
-    groups = _some(spread.mesh.group("tp"), spread.mesh.group("cp"))
+    """Compare the ranks' batches once, in the next call. With different batches, the loss would be
+    wrong without an error."""
+    groups = some_groups(spread.mesh)
 
     def check(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         check_same_inputs((*args, *kwargs.values()), groups)
@@ -324,24 +303,6 @@ def check_next_inputs(model: Any, spread: Spread) -> None:
     modules = (model, wrapped(model.get_input_embeddings()))
     hooks = [m.register_forward_pre_hook(check, with_kwargs=True) for m in modules]
     changes_of(model).hooks += hooks
-
-
-def check_gradients(model: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError with the name of a parameter that would get only a part of its gradient, see
-    `entered`."""
-    with quietly(model), torch.enable_grad():
-        model(**inputs, use_cache=False)
-
-
-def check_entered(model: nn.Module) -> None:
-    """Let adapters on the layers of a spread model compute over ranks.
-
-    Raises ValueError with the name of a module whose hook would see one rank's part.
-    """
-    watch = known(model, Watch)
-    if watch is not None:
-        watch.untouched.check_layers()
-        watch.look()
 
 
 # ---------------------------------------------------------------- 3. the model's parts

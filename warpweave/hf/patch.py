@@ -36,9 +36,7 @@ _ours_always: ContextVar[bool] = ContextVar("warpweave_hf_ours_always", default=
 
 class Form(Protocol):
     """The function that a module computes: a norm, a feed-forward layer, an activation, a loss.
-
-    ``str()`` gives its description in a report.
-    """
+    ``str()`` gives its description in a report."""
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -60,10 +58,8 @@ class _Original(NamedTuple):
 
 
 class Guarded:
-    """A form's forward bound to a module; the original runs if the module has changed (`seen`).
-
-    It behaves like a bound method, and can be pickled.
-    """
+    """A form's forward bound to a module; the original runs if the module has changed (`seen`). It
+    behaves like a bound method, and can be pickled."""
 
     def __init__(self, module: nn.Module, form: Form) -> None:
         forward = form.forward
@@ -89,14 +85,10 @@ class Guarded:
 
 def patch(module: nn.Module, form: Form, blind: Collection[nn.Module] = ()) -> None:
     """Replace a module's forward by a form's, as long as the module does not change (`seen.look`).
-
-    `blind` are modules that the new forward calls with different values than the original would.
-    """
+    `blind` are modules that the new forward calls with different values than the original would."""
     seen.look(module, form.live, form.fields, blind)
     changes, slot = changes_of(module), _slot(module)
-    if _Original not in changes.facts:
-        changes.facts[_Original] = _Original(module.__dict__.get(slot))
-
+    changes.facts.setdefault(_Original, _Original(module.__dict__.get(slot)))
     changes.set(module, slot, Guarded(module, form))
 
 
@@ -129,9 +121,7 @@ def _slot(module: nn.Module) -> str:
 
 def few(x: torch.Tensor) -> bool:
     """Return True if torch's own operators are measurably faster than ours because x is small."""
-    if torch.compiler.is_compiling():
-        return False
-    cheap = x.is_cpu and x.numel() <= FEW
+    cheap = not torch.compiler.is_compiling() and x.is_cpu and x.numel() <= FEW
     return cheap and not torch.is_grad_enabled() and not always_ours()
 
 

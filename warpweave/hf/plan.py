@@ -61,15 +61,12 @@ class Tokens:
     @property
     def divisor(self) -> int:
         """The number by which the number of tokens must be divisible."""
-        shards = group_size(self.tp) if self.sequence_parallel else 1
-        cp = group_size(self.cp)
-        return shards * cp * (2 if cp > 1 else 1)
+        tp, cp = group_size(self.tp) if self.sequence_parallel else 1, group_size(self.cp)
+        return tp * cp * (2 if cp > 1 else 1)
 
     def are_cut(self) -> bool:
-        """Return True if tokens are sharded now.
-
-        Recomputed layers run under gradients, but without passing through the first layer.
-        """
+        """Return True if tokens are sharded now. Recomputed layers run under gradients, but without
+        passing through the first layer."""
         return self.always or (self.divisor > 1 and (self.active or torch.is_grad_enabled()))
 
     def dim(self, module: nn.Module, x: torch.Tensor) -> int | None:
@@ -154,15 +151,14 @@ class Tokens:
         own = layer.__dict__.get("forward")
 
         def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            given: tuple | None = (args, kwargs)
+            whole = args, kwargs
             if n == 0:
-                given = self.cut(layer, args, kwargs)
+                args, kwargs = self.cut(layer, *whole) or whole
                 if not seen.in_backward():
-                    self._decide(kwargs)
+                    self._decide(whole[1])
             elif n in self.whole and self.are_cut():
-                x, put = hidden_states(layer, args, kwargs)
-                given = put(self.shard(x))
-            args, kwargs = (args, kwargs) if given is None else given
+                x, put = hidden_states(layer, *whole)
+                args, kwargs = put(self.shard(x))
             # A class that is set later, for example by `fully_shard`, has its own forward.
             run = own or MethodType(type(layer).forward, layer)
             out = run(*args, **kwargs)
@@ -175,17 +171,16 @@ class Tokens:
 
     def _decide(self, kwargs: dict) -> None:
         """Decide, once per forward, which layers whole tokens enter."""
-        self.whole = set()
-        self.inside = self.are_cut()
+        self.whole, self.inside = set(), self.are_cut()
         if not self.inside:
             return
         given = {name for name in _PER_TOKEN if kwargs.get(f"output_{name}")}
         asked = seen.requested() | given | self.asked
-        if asked - {_STATES}:
+        if others := sorted(asked - {_STATES}):
             raise ValueError(
                 f"{type(self.layers[0]).__name__}: with cp or sequence_parallel, each rank has "
-                f"only its own tokens' {', '.join(sorted(asked - {_STATES}))}; do not request "
-                "layer outputs other than hidden_states"
+                f"only its own tokens' {', '.join(others)}; do not request layer outputs other "
+                "than hidden_states"
             )
         for n, layer in enumerate(self.layers):
             if asked or seen.hooked(layer):
@@ -210,12 +205,8 @@ def hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> tuple[torch.T
 class Column(ColwiseParallel):
     """A column-parallel linear layer of x[B, S, E], whose tokens may be sharded.
 
-    Args:
-        tokens: the tokens of x.
-        inside: the enclosing module has already gathered x, see `take_input`.
-        blocks: number of equal blocks of output features, each of which is sharded. With several
-            blocks, the bias is replicated.
-        options: as for `ColwiseParallel`.
+    `inside`: the enclosing module has already gathered x, see `take_input`. The output features are
+    `blocks` equal blocks, each of which is sharded; with several blocks, the bias is replicated.
     """
 
     def __init__(
@@ -225,10 +216,10 @@ class Column(ColwiseParallel):
         self.tokens, self.inside, self.blocks = tokens, inside, blocks
 
     def placement(self, module: Any, name: str) -> Placement:
-        if name == "bias" and self.blocks > 1:
-            return Replicate()
         dim = 1 if name == "weight" and isinstance(module, Conv1D) else 0
-        return Shard(dim) if self.blocks == 1 else _StridedShard(dim, split_factor=self.blocks)
+        if self.blocks == 1:
+            return Shard(dim)
+        return Replicate() if name == "bias" else _StridedShard(dim, split_factor=self.blocks)
 
     def compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         if self.inside:
@@ -241,9 +232,7 @@ class Column(ColwiseParallel):
 
     def bias(self, module: Any, group: Group) -> torch.Tensor | None:
         b = super().bias(module, group)
-        if b is None or self.blocks == 1:
-            return b
-        return rows_of_blocks(b, group, self.blocks)
+        return b if b is None or self.blocks == 1 else rows_of_blocks(b, group, self.blocks)
 
 
 class Row(RowwiseParallel):
@@ -254,9 +243,8 @@ class Row(RowwiseParallel):
         self.tokens = tokens
 
     def placement(self, module: Any, name: str) -> Placement:
-        if name == "weight" and isinstance(module, Conv1D):
-            return Shard(0)
-        return super().placement(module, name)
+        transposed = name == "weight" and isinstance(module, Conv1D)
+        return Shard(0) if transposed else super().placement(module, name)
 
     def compute(self, module: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         return self._multiply(module, x, group, -1, self.tokens.dim(module, x))
@@ -276,8 +264,6 @@ def _out_in(module: Any, weight: torch.Tensor) -> torch.Tensor:
 
 
 def take_input(tokens: Tokens, module: nn.Module, x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Prepare x[B, S, E] once for all column-parallel layers of a module.
-
-    Sharded tokens are all-gathered once, and the gradient is summed over the ranks once.
-    """
+    """Prepare x[B, S, E] once for all column-parallel layers of a module. Sharded tokens are
+    all-gathered once, and the gradient is summed over the ranks once."""
     return copy_to(x, group) if tokens.dim(module, x) is None else all_gather(x, group, dim=1)

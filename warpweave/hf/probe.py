@@ -20,14 +20,11 @@ HALF = 2e-2  # for 16-bit dtypes: the two sides round in different places
 
 def agree(a: torch.Tensor, b: torch.Tensor, *, rounded: torch.dtype | None = None) -> bool:
     """Return True if two results have the same dtype and shape and differ only by rounding.
-
-    `rounded` is the narrowest intermediate dtype, by default that of the results.
-    """
+    `rounded` is the narrowest intermediate dtype, by default that of the results."""
     if a.shape != b.shape or a.dtype != b.dtype or not torch.isfinite(a).all():
         return False
-    scale, limit = a.abs().max().item(), HALF
-    if a.dtype in WIDE and rounded in (None, *WIDE):
-        limit = EXACT
+    limit = EXACT if a.dtype in WIDE and rounded in (None, *WIDE) else HALF
+    scale = a.abs().max().item()
     return scale > 0 and (a - b).abs().max().item() <= limit * scale
 
 
@@ -63,24 +60,14 @@ def takes_more(module: nn.Module) -> str | None:
 
 
 def kind_of(module: nn.Module) -> tuple:
-    """A key that is equal for modules of the same form.
-
-    It consists of class, parts, shapes, plain numbers and functions.
-    """
+    """A key that is equal for modules of the same form. It consists of class, parts, shapes, plain
+    numbers and functions."""
     parts = [(n, type(c)) for n, c in module.named_modules()]
     parameters = [(n, p.shape, p.dtype, p.device) for n, p in module.named_parameters()]
-    numbers = [
-        (n, k, v)
-        for n, c in module.named_modules()
-        for k, v in vars(c).items()
-        if isinstance(v, (int, float, str, bool)) and k != "layer_idx"
-    ]
-    functions = [
-        (n, k, id(v))
-        for n, c in module.named_modules()
-        for k, v in vars(c).items()
-        if callable(v) and k not in ("forward", "_old_forward")
-    ]
+    held = [(n, k, v) for n, c in module.named_modules() for k, v in vars(c).items()]
+    numbers = [x for x in held if isinstance(x[2], (int, float, str, bool)) and x[1] != "layer_idx"]
+    hidden = ("forward", "_old_forward")
+    functions = [(n, k, id(v)) for n, k, v in held if callable(v) and k not in hidden]
     return (type(module), *parts, *parameters, *numbers, *functions)
 
 

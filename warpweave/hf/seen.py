@@ -37,22 +37,13 @@ Fields = tuple[tuple[tuple[str, ...], Any], ...]  # path and value, in a configu
 
 
 class Seen(NamedTuple):
-    """Record of a module, and of its submodules that are no longer called.
+    """Record of a module, and of its submodules that are no longer called."""
 
-    Attributes:
-        attributes: (module, name, value).
-        children: (module, name, child).
-        forwards: (module, the forward of its class).
-        weights: (name, True if the module has it).
-        bypassed: the modules that are no longer called, or called without values.
-        fields: (path, value) in the module's configuration.
-    """
-
-    attributes: tuple[tuple[nn.Module, str, Any], ...]
-    children: tuple[tuple[nn.Module, str, Any], ...]
-    forwards: tuple[tuple[nn.Module, Any], ...]
-    weights: tuple[tuple[str, bool], ...]
-    bypassed: tuple[nn.Module, ...]
+    attributes: tuple[tuple[nn.Module, str, Any], ...]  # module, name, value
+    children: tuple[tuple[nn.Module, str, Any], ...]  # module, name, child
+    forwards: tuple[tuple[nn.Module, Any], ...]  # module, the forward of its class
+    weights: tuple[tuple[str, bool], ...]  # name, True if the module has it
+    bypassed: tuple[nn.Module, ...]  # modules no longer called, or called without values
     fields: Fields
 
 
@@ -89,10 +80,8 @@ def look(
 
 
 def changed(module: nn.Module) -> bool:
-    """Return True if a module has changed since `look`, or has a hook that would not fire.
-
-    Only things that the replaced forward does not read are compared.
-    """
+    """Return True if a module has changed since `look`, or has a hook that would not fire. Only
+    things that the replaced forward does not read are compared."""
     seen = changes.known(module, Seen)
     if seen is None:
         return False
@@ -129,17 +118,20 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 def hooked(module: nn.Module, kinds: Collection[str] = HOOKS) -> str | None:
     """The kind of hook that other code put on a module, or None."""
-    for kind in kinds:
-        if any(map(is_from_outside, module.__dict__.get(kind, {}).values())):
-            return kind.strip("_").removesuffix("s").replace("_", " ")
-    return None
+    return _outside_kind({kind: module.__dict__.get(kind, {}) for kind in kinds})
 
 
 def hooked_everywhere() -> str | None:
     """The kind of global module hook that other code registered, or None."""
-    for kind in HOOKS if _has_any_global_hook() else ():
-        if any(map(is_from_outside, getattr(torch.nn.modules.module, f"_global{kind}").values())):
-            return "global " + kind.strip("_").removesuffix("s").replace("_", " ")
+    kinds = [f"_global{kind}" for kind in HOOKS] if _has_any_global_hook() else []
+    return _outside_kind({kind: vars(torch.nn.modules.module)[kind] for kind in kinds})
+
+
+def _outside_kind(hooks: dict[str, Any]) -> str | None:
+    """The first kind that has a hook of other code, in words."""
+    for kind, held in hooks.items():
+        if any(map(is_from_outside, held.values())):
+            return kind.strip("_").removesuffix("s").replace("_", " ")
     return None
 
 
@@ -158,9 +150,7 @@ def requested() -> set[str]:
 
 def in_backward() -> bool:
     """Return True during a backward pass, which recomputes checkpointed layers."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def owns_numbers(module: nn.Module, known: Collection[str] = ()) -> bool:

@@ -8,6 +8,7 @@ feed-forward  the forms of `warpweave.hf.mlp`: gate and up are columns, down is 
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -20,21 +21,16 @@ from warpweave.hf.probe import kind_of, noise, quietly
 class CutPart(NamedTuple):
     """A module to be sharded, and its linear layers.
 
-    Attributes:
-        columns: the column-parallel layers, each with the number of equal blocks of its features (3
-            if queries, keys and values are concatenated). Each block is sharded.
-        row: the row-parallel layer.
-        norms: the norms that are as wide as a column.
-        sinks: the module's own parameter with one number per head.
-        width: features of a block before sharding.
+    Each of the column-parallel layers has a number of equal blocks of its features (3 if queries,
+    keys and values are concatenated). Each block is sharded.
     """
 
     kind: str  # "attention" or "mlp"
     module: nn.Module
     columns: dict[nn.Module, int]
     row: nn.Module
-    norms: tuple[nn.Module, ...] = ()
-    sinks: nn.Parameter | None = None
+    norms: tuple[nn.Module, ...] = ()  # as wide as a column
+    sinks: nn.Parameter | None = None  # the module's own parameter with one number per head
 
     @property
     def takes_once(self) -> bool:
@@ -43,6 +39,7 @@ class CutPart(NamedTuple):
 
     @property
     def width(self) -> int:
+        """Features of a block before sharding."""
         return min(mlp.out_features(c) // blocks for c, blocks in self.columns.items())
 
 
@@ -68,9 +65,9 @@ def find_parts(
     for module, name in names.items():
         if not mlp.is_mlp_candidate(module):
             continue
-        kind = kind_of(module)
-        form = forms[kind] = forms[kind] if kind in forms else mlp.find_mlp_form(module)
-        if isinstance(form, str):
+        if (kind := kind_of(module)) not in forms:
+            forms[kind] = mlp.find_mlp_form(module)
+        if isinstance(form := forms[kind], str):
             kept[name] = form
             continue
         blocks = 2 if form.fused else 1
@@ -85,9 +82,7 @@ def find_parts(
 # ---------------------------------------------------------------- attention
 
 
-class _Call(NamedTuple):
-    args: tuple
-    kwargs: dict[str, Any]
+_Call = tuple[tuple, dict[str, Any]]  # args and kwargs
 
 
 def _attention_calls(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[nn.Module, _Call]:
@@ -95,20 +90,18 @@ def _attention_calls(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[
     seen: dict[nn.Module, _Call] = {}
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        seen[module] = _Call(args, kwargs)
+        seen[module] = args, kwargs
 
-    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules()]
-    try:
-        with quietly(model), attention.callers(model) as callers:
-            model(**inputs, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, quietly(model), attention.callers(model) as callers:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
+        model(**inputs, use_cache=False)
     return {module: seen[module] for module in callers if module in seen}
 
 
 def _attention_part(module: nn.Module, call: _Call, ranks: int) -> CutPart:
     """The part for a module that calls the attention once; observes one more call of it."""
+    args, kwargs = call
     linears = [m for m in module.modules() if isinstance(m, (nn.Linear, mlp.Conv1D))]
     if not all(map(mlp.is_plain_linear, linears)):
         raise ValueError("its linear layers are quantized, wrapped or hooked")
@@ -127,14 +120,11 @@ def _attention_part(module: nn.Module, call: _Call, ranks: int) -> CutPart:
         before[part] = y.detach().requires_grad_()
         return before[part]
 
-    hooks = [part.register_forward_hook(note) for part in (*linears, *wide)]
-    try:
-        watch = attention.watched(module, lambda _, *x: seen.append(x))
-        with quietly(module), torch.enable_grad(), watch:
-            module(*call.args, **call.kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    watch = attention.watched(module, lambda _, *x: seen.append(x))
+    with ExitStack() as hooks, quietly(module), torch.enable_grad(), watch:
+        for part in (*linears, *wide):
+            hooks.enter_context(part.register_forward_hook(note))
+        module(*args, **kwargs)
     made = {c: before[normed.get(c, c)] for c in before if c not in wide}
     if len(seen) != 1 or len(after) != 1 or len(made) + 1 != len(linears):
         raise ValueError(
@@ -157,8 +147,9 @@ def _attention_part(module: nn.Module, call: _Call, ranks: int) -> CutPart:
     columns = {c: _blocks_of_heads(y, (q, k, v), ranks) for c, y in made.items()}
     if any(columns[c] > 1 for c in normed):
         raise ValueError("a single norm spans queries, keys and values")
-    others = _others(module, [*linears, *wide])
-    if any(p.numel() not in (q.shape[-1], v.shape[-1]) for p in others if p is not sinks):
+    known = {id(p) for part in (*linears, *wide) for p in part.parameters()} | {id(sinks)}
+    others = [p for p in module.parameters() if id(p) not in known]
+    if any(p.numel() not in (q.shape[-1], v.shape[-1]) for p in others):
         raise ValueError("it has parameters other than per-head norms")
     return CutPart("attention", module, columns, row, tuple(normed.values()), sinks)
 
@@ -174,12 +165,6 @@ def _wide_norms(module: nn.Module, linears: list[Any]) -> list[nn.Module]:
     ]  # fmt: skip
 
 
-def _others(module: nn.Module, known: list[nn.Module]) -> list[nn.Parameter]:
-    """Parameters that belong to none of the modules `known`."""
-    found = {id(p) for part in known for p in part.parameters()}
-    return [p for p in module.parameters() if id(p) not in found]
-
-
 def _blocks_of_heads(y: torch.Tensor, heads: tuple[torch.Tensor, ...], ranks: int) -> int:
     """The number of blocks in y[..., N] such that a rank's heads use an equal share of each."""
     owner = torch.full((y.shape[-1],), -1)
@@ -188,10 +173,8 @@ def _blocks_of_heads(y: torch.Tensor, heads: tuple[torch.Tensor, ...], ranks: in
             own = x.chunk(ranks, 2)[rank]
             if not own.requires_grad:
                 continue
-            weights = noise(*own.shape, like=own) + 3
-            (g,) = torch.autograd.grad(
-                (own * weights).sum(), y, retain_graph=True, allow_unused=True
-            )
+            total = (own * (noise(*own.shape, like=own) + 3)).sum()
+            (g,) = torch.autograd.grad(total, y, retain_graph=True, allow_unused=True)
             if g is None:
                 continue
             features = (g != 0).flatten(0, -2).any(0).cpu()

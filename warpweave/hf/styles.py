@@ -101,11 +101,10 @@ class _Sequence(TensorParallelLayer):
         summed: list[nn.Module] = []  # modules that see some of the tokens
 
         def sum_gradients(layer: nn.Module, args: tuple) -> None:
-            if summed:
-                return
-            summed.extend(_without_style(module))  # by now, all styles are on their modules
-            for part in summed:
-                use_local(part, dict.fromkeys(part._parameters, (group,)))
+            if not summed:
+                summed.extend(_without_style(module))  # by now, all styles are on their modules
+                for part in summed:
+                    use_local(part, dict.fromkeys(part._parameters, (group,)))
 
         need = "sequence parallelism"
         tokens = Tokens(group, None, sequence_parallel=True, need=need, always=True)
@@ -117,12 +116,8 @@ class _Sequence(TensorParallelLayer):
 
 def _without_style(layers: Any) -> list[nn.Module]:
     """Modules within layers that own parameters and have no style."""
-    found = [
-        part
-        for layer in layers
-        for part in layer.modules()
-        if part._parameters and not hasattr(part, _STYLED)
-    ]
+    every = (part for layer in layers for part in layer.modules())
+    found = [part for part in every if part._parameters and not hasattr(part, _STYLED)]
     for layer in layers:
         if layer in found:
             raise ValueError(f"{type(layer).__name__}: a layer must not have its own parameters")
@@ -176,8 +171,8 @@ def planned(
         config: the configuration of the model.
         overlap: "none", "bulk" or "chunked".
 
-    Raises ValueError for any other overlap. Raises ValueError, naming the module, if the model has
-    no plan, or one that these styles cannot express.
+    Raises ValueError for any other overlap and, naming the module, for a model without a plan that
+    these styles can express.
 
     Examples:
         >>> from transformers import LlamaConfig
@@ -242,8 +237,5 @@ def _words(model: Any, sequence_parallel: bool, ending: str) -> dict[str, str]:
 
 def _parametrised(model: nn.Module) -> set[str]:
     """Names of the modules that own parameters, with "*" for numbers."""
-    return {
-        re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        for name, module in model.named_modules()
-        if module._parameters
-    }
+    names = (name for name, module in model.named_modules() if module._parameters)
+    return {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}

@@ -38,31 +38,21 @@ _REVERT = "call warpweave.hf.revert first"
 
 
 class _Own(NamedTuple):
-    """A module that computes a part, as `apply` left it.
-
-    Attributes:
-        hooks: the kinds of hooks that would see the part.
-        part: the name of the part, for errors.
-        kind, of_class: its class and the forward of its class.
-        forward: its own forward, or None.
-    """
+    """A module that computes a part, as `apply` left it."""
 
     name: str
-    hooks: tuple[str, ...]
-    part: str
+    hooks: tuple[str, ...]  # the kinds of hooks that would see the part
+    part: str  # the name of the part, for errors
     kind: type
-    of_class: Callable
-    forward: Any
+    of_class: Callable  # the forward of its class
+    forward: Any  # its own forward, or None
 
 
 class Untouched:
     """Watch the hooks and forwards of a spread model.
 
-    Args:
-        model: the spread model.
-        layers: its layers, in order.
-        parts: its attention and feed-forward modules that are sharded.
-        styled: its modules with sharded parameters.
+    `layers` are the model's, in order, `parts` its attention and feed-forward modules that are
+    sharded, and `styled` its modules with sharded parameters.
     """
 
     def __init__(
@@ -73,8 +63,7 @@ class Untouched:
         names = {m: n for n, m in model.named_modules()}
         sharded = [part.module for part in parts if spread.mesh.size("tp") > 1]
         found: dict[nn.Module, tuple[tuple[str, ...], str]] = {}
-        for module in styled:  # embedding and head; those of parts follow
-            found[module] = (), "rows"
+        found |= dict.fromkeys(styled, ((), "rows"))  # embedding and head; those of parts follow
         for part in sharded:
             inner = dict.fromkeys(part.modules(), (seen.HOOKS, "heads or hidden units"))
             found |= inner | {part: (_BACKWARD, "heads or hidden units")}
@@ -82,19 +71,18 @@ class Untouched:
             for layer in layers:
                 found |= dict.fromkeys(layer.modules(), (seen.HOOKS, "tokens"))
                 found[layer] = (), "tokens"
-        self.own: dict[nn.Module, _Own] = {}
-        for module, (hooks, what) in found.items():
-            kind, forward = type(module), module.__dict__.get("forward")
-            self.own[module] = _Own(names[module], hooks, what, kind, kind.forward, forward)
+        self.own = {
+            m: _Own(names[m], *what, type(m), type(m).forward, m.__dict__.get("forward"))
+            for m, what in found.items()
+        }
         self.roots = layers if tokens.divisor > 1 else sharded  # modules may enter here later
         held = {m for layer in layers for m in layer.modules()}
         self.ends = [m for m in self.own if m not in held]  # embedding and head
         self.stack, self.list = _stack_of(model, layers)
         if tokens.divisor > 1:
-            changes_of(self.stack).hooks += [
-                self.stack.register_forward_pre_hook(self._enter, with_kwargs=True),
-                self.stack.register_forward_hook(self._leave),
-            ]
+            before = self.stack.register_forward_pre_hook(self._enter, with_kwargs=True)
+            after = self.stack.register_forward_hook(self._leave)
+            changes_of(self.stack).hooks += [before, after]
 
     def layers_now(self) -> list[nn.Module]:
         """The model's current layers. Raises ValueError if they changed but must not."""
@@ -111,8 +99,7 @@ class Untouched:
         return found
 
     def check_outside(self) -> None:
-        """Raise ValueError if other code added a global hook, or replaced the forward of the
-        embedding or the head."""
+        """Raise ValueError for a global hook, or a new forward of the embedding or the head."""
         everywhere = seen.hooked_everywhere()
         if everywhere is not None and self.own:
             raise ValueError(
@@ -147,16 +134,15 @@ class Untouched:
     def _enter(self, stack: Any, args: tuple, kwargs: dict) -> None:
         """Pre-hook of the module that calls the layers."""
         self.tokens.inside = False
-        config = getattr(stack, "config", None)
-        asked = kwargs.get("output_hidden_states")
+        config, asked = getattr(stack, "config", None), kwargs.get("output_hidden_states")
         if asked is None and config is not None:
             asked = own(config, "output_hidden_states")
         self.tokens.asked = {"hidden_states"} if asked else set()
 
     def _leave(self, stack: nn.Module, args: tuple, out: Any) -> None:
         """Hook of the module that calls the layers."""
-        if self.tokens.inside:
-            self.tokens.inside = False
+        inside, self.tokens.inside = self.tokens.inside, False
+        if inside:
             raise ValueError(
                 f"{type(stack).__name__}: its forward did not reach the last of {len(self.layers)} "
                 "layers, where tokens are gathered; call warpweave.hf.revert, change the number of "
@@ -183,10 +169,7 @@ def _stack_of(model: nn.Module, layers: list[nn.Module]) -> tuple[nn.Module, str
 
 
 def refuse_copies(model: Any, modules: Collection[nn.Module], spread: Spread) -> None:
-    """Refuse to resize a model's embeddings, and to copy or pickle the given modules.
-
-    These modules hold connections to other ranks.
-    """
+    """Refuse to resize a model's embeddings, and to copy or pickle modules connected to ranks."""
     for module in modules:
         refuse = partial(_refuse_copy, type(module).__name__, str(spread.mesh.sizes))
         changes_of(module).set(module, "__reduce_ex__", refuse)
