@@ -33,11 +33,8 @@ class KVCache:
     _kept: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     def extend(self, layer: Hashable, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v[B, n, Hkv/tp, D] at positions start to start + n.
-
-        Returns K and V of all positions up to start + n, as views. Raises ``ValueError`` if the new
-        tokens do not fit.
-        """
+        """Append k and v[B, n, Hkv/tp, D] at positions start to start + n. Returns K and V of all
+        positions up to start + n, as views. Raises ``ValueError`` if the new tokens do not fit."""
         end = self.start + k.shape[1]
         if end > self.capacity:
             raise ValueError(f"the KV cache holds at most {self.capacity} tokens, got {end}")

@@ -81,15 +81,9 @@ class PositionEmbedding(nn.Module):
     """
 
     def __init__(
-        self,
-        seq_len: int,
-        embedding_dim: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        partial: bool = False,
-        init: float = 0.02,
-    ) -> None:
+        self, seq_len: int, embedding_dim: int, *, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, partial: bool = False, init: float = 0.02,
+    ) -> None:  # fmt: skip
         super().__init__()
         shape = (seq_len, embedding_dim)
         summed = ("tp",) if partial else ()

@@ -61,11 +61,9 @@ class _ParallelLinear(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize as ``nn.Linear`` does, from torch's global generator.
-
-        Every rank draws the whole weight and keeps its shard. With the same ``torch.manual_seed``
-        on all ranks, the layer equals the one on a single device.
-        """
+        """Initialize as ``nn.Linear`` does, from torch's global generator. Every rank draws the
+        whole weight and keeps its shard. With the same ``torch.manual_seed`` on all ranks, the
+        layer equals the one on a single device."""
         if self.weight.is_meta:
             return
         here = self.mesh.coords
@@ -124,16 +122,9 @@ class ColumnParallelLinear(_ParallelLinear):
 
     @fields_as_keywords("device", "dtype", unused=_UNUSED, place=Place)
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        place: Place,
-        gather_output: bool = False,
-        init: float = 0.02,
-        matrices: tuple[int, ...] = (1,),
-    ) -> None:
+        self, in_features: int, out_features: int, bias: bool = True, *, place: Place,
+        gather_output: bool = False, init: float = 0.02, matrices: tuple[int, ...] = (1,),
+    ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, 0, init, place, matrices)
         self.gather_output = gather_output
 
@@ -153,11 +144,9 @@ class RowParallelLinear(_ParallelLinear):
         mesh: the connected mesh; None is one device.
         sequence_parallel: the output is y[T/tp, out], reduce-scattered over the tensor axis;
             otherwise y[..., out], all-reduced.
-        overlap: as for ``ColumnParallelLinear``.
-        place: a `Place`, instead of these options, device and dtype.
+        overlap, place, init: as for ``ColumnParallelLinear``.
         input_is_parallel: the input is x[..., in/tp], already sharded; otherwise it is x[..., in],
             and each rank uses its own slice.
-        init: standard deviation of the weight in a keyed initialization (``GPT``).
 
     Raises:
         ValueError: in_features is not divisible by tp.
@@ -173,15 +162,9 @@ class RowParallelLinear(_ParallelLinear):
 
     @fields_as_keywords("device", "dtype", unused=_UNUSED, place=Place)
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        place: Place,
-        input_is_parallel: bool = True,
-        init: float = 0.02,
-    ) -> None:
+        self, in_features: int, out_features: int, bias: bool = True, *, place: Place,
+        input_is_parallel: bool = True, init: float = 0.02,
+    ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, 1, init, place)
         self.input_is_parallel = input_is_parallel
 

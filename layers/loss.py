@@ -34,14 +34,9 @@ class VocabParallelCrossEntropy(nn.Module):
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        *,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        mesh: ConnectedMesh | None = None,
-        impl: str | None = None,
-    ) -> None:
+        self, vocab_size: int, *, label_smoothing: float = 0.0, z_loss: float = 0.0,
+        mesh: ConnectedMesh | None = None, impl: str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.vocab_size, self.label_smoothing, self.z_loss = vocab_size, label_smoothing, z_loss
         self.mesh, self.impl = connected(mesh), check_impl(impl)
@@ -66,11 +61,8 @@ class VocabParallelLinearCrossEntropy(nn.Module):
         recompute: recompute the logits in the backward; None chooses by device, see
             ``kernels.linear_cross_entropy``.
         softcap: the logits are softcap * tanh(logits / softcap); None is no softcap.
-        mesh: the connected mesh; None is one device.
         sequence_parallel: the input is x[T/tp, E], tokens sharded over the tensor axis.
-        overlap: as for ``ColumnParallelLinear``.
-        impl: "triton", "torch" or None, as for the kernels.
-        place: a `Place`, instead of these four options.
+        mesh, overlap, impl, place: as for ``ColumnParallelLinear`` and the kernels.
 
     Examples:
         >>> loss, head = VocabParallelLinearCrossEntropy(256), torch.randn(256, 64)
@@ -80,15 +72,9 @@ class VocabParallelLinearCrossEntropy(nn.Module):
 
     @fields_as_keywords(unused=("device", "dtype", "strategy", "recompute"), place=Place)
     def __init__(
-        self,
-        vocab_size: int,
-        *,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        recompute: bool | None = None,
-        softcap: float | None = None,
-        place: Place,
-    ) -> None:
+        self, vocab_size: int, *, label_smoothing: float = 0.0, z_loss: float = 0.0,
+        recompute: bool | None = None, softcap: float | None = None, place: Place,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.vocab_size, self.label_smoothing, self.z_loss = vocab_size, label_smoothing, z_loss
         self.recompute, self.softcap = recompute, softcap

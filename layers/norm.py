@@ -89,13 +89,9 @@ class RMSNorm(_Norm):
 
     @fields_as_keywords(unused=_UNUSED, place=Place)
     def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-6,
-        *,
-        place: Place,
+        self, normalized_shape: int | Sequence[int], eps: float = 1e-6, *, place: Place,
         offset: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(normalized_shape, eps, place, offset)
 
     def forward(
@@ -151,13 +147,9 @@ class LayerNorm(_Norm):
 
     @fields_as_keywords(unused=_UNUSED, place=Place)
     def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        *,
-        place: Place,
+        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, *, place: Place,
         bias: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(normalized_shape, eps, place)
         if bias:
             self.bias = self._parameter("bias", "zeros", place)

@@ -290,11 +290,11 @@ def _joins_with_nothing(mesh: Any) -> None:
     """Test tensors of shape (0,), the first one or not, wider in dtype or not."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    from warpweave.layers.sharding.declare import _PlainAsReplicated
+    from warpweave.layers.sharding.memory import OneMemory
 
     x = torch.randn(2, 4, 3, dtype=torch.float32)
     cut = distribute_tensor(x, mesh, [Shard(1)])
-    with _PlainAsReplicated(mesh):
+    with OneMemory(mesh):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             nothing = torch.tensor([], dtype=dtype)
             for func, given, more in (
@@ -315,11 +315,11 @@ def _by_keyword(mesh: Any) -> None:
     """Test that functions of torch with a rule accept their arguments by name."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from warpweave.layers.sharding.declare import _PlainAsReplicated
+    from warpweave.layers.sharding.memory import OneMemory
 
     x = torch.randn(4, 6)
     cut = distribute_tensor(x, mesh, [Shard(1)])
-    with _PlainAsReplicated(mesh):
+    with OneMemory(mesh):
         for func, named in (
             (torch.rms_norm, {"normalized_shape": [6]}),
             (torch.dist, {"other": 2 * x, "p": 3}),

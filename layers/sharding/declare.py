@@ -33,20 +33,19 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import reduce, wraps
+from functools import wraps
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from warpweave.kernels.runtime.beside import as_dtensor
 from warpweave.kernels.sharding import register_shardings
 from warpweave.layers.sharding.memory import OneMemory, finished, register_item, remember
-from warpweave.layers.sharding.rules import computed, join_tensors, own_part, register_reductions
+from warpweave.layers.sharding.rules import register_reductions
 
 Axes = Mapping[str, str | tuple[str, ...]]
 Dims = str | Sequence[str | tuple[str, ...] | None]
@@ -208,13 +207,6 @@ def shard(
     return model
 
 
-def _match(name: str, entries: Mapping[str, Any], unused: dict[str, None]) -> Any:
-    """The first entry that matches `name`, or None."""
-    key = next((key for key in entries if fnmatchcase(name, key)), None)
-    unused.pop(key, None)
-    return None if key is None else entries[key]
-
-
 def _shard_tensors(
     model: nn.Module, entries: dict[str, Any], mesh: DeviceMesh, unused: dict[str, None]
 ) -> None:
@@ -227,17 +219,18 @@ def _shard_tensors(
                 if tensor is None:
                     continue
                 full = f"{prefix}.{name}".lstrip(".")
-                dims = _match(full, entries, unused)
+                key = next((key for key in entries if fnmatchcase(full, key)), None)
+                unused.pop(key, None)
+                dims = None if key is None else entries[key]
                 first, new = done.get(id(tensor), (full, None))
-                if new is None or dims is not None:
-                    where = [Replicate()] * mesh.ndim
-                    if dims is not None:
-                        where = _placements(full, dims, tensor.shape, mesh)
-                    if new is None:
-                        new = _sharded(tensor, mesh, where)
-                        done[id(tensor)] = full, new
-                    elif list(new.placements) != where:
-                        raise ValueError(f"{full} is tied to {first}; shard them the same way")
+                where = [Replicate()] * mesh.ndim
+                if dims is not None:
+                    where = _placements(full, dims, tensor.shape, mesh)
+                if new is None:
+                    new = _sharded(tensor, mesh, where)
+                    done[id(tensor)] = full, new
+                elif dims is not None and list(new.placements) != where:
+                    raise ValueError(f"{full} is tied to {first}; shard them the same way")
                 held[name] = new
 
 
@@ -276,14 +269,11 @@ def _shard_activations(
             if not argument:
                 module.register_forward_hook(_on_result(what, put))
                 continue
-            signature = inspect.signature(module.forward)
-            if argument not in signature.parameters:
-                raise ValueError(
-                    f"{what}: forward has only the arguments {[*signature.parameters]}"
-                )
-            module.register_forward_pre_hook(
-                _on_argument(put, argument, signature), with_kwargs=True
-            )
+            known = [*inspect.signature(module.forward).parameters]
+            if argument not in known:
+                raise ValueError(f"{what}: forward has only the arguments {known}")
+            hook = _on_argument(put, argument, known.index(argument))
+            module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _placer(what: str, dims: list[_Dim | None], mesh: DeviceMesh) -> Callable[[Any], Any]:
@@ -315,112 +305,15 @@ def _on_result(what: str, place: Callable[[Any], Any]) -> Callable[..., Any]:
     return hook
 
 
-def _on_argument(
-    place: Callable[[Any], Any], argument: str, signature: inspect.Signature
-) -> Callable[..., Any]:
+def _on_argument(place: Callable[[Any], Any], argument: str, at: int) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if argument in kwargs:
             return args, kwargs | {argument: place(kwargs[argument])}
-        at = [*signature.parameters].index(argument)
         if at < len(args):
             args = (*args[:at], place(args[at]), *args[at + 1 :])
         return args, kwargs
 
     return hook
-
-
-# ---------------------------------------------------------------- plain tensors next to DTensors
-
-
-def _attention_rule(
-    attend: Callable[..., Tensor], query: Any, key: Any, value: Any, attn_mask: Any = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-    enable_gqa: bool = False,
-) -> DTensor:  # fmt: skip
-    """torch's attention of query[B, H, S, D], computed separately on each rank's part.
-
-    Shards of the batch and the heads stay. If the sequence is sharded, each rank keeps its queries
-    and gathers keys and values (context parallelism by all-gather; their gradients are
-    reduce-scattered). Anything else that is sharded or partial is replicated first.
-
-    Raises ValueError unless the tensors have four dims.
-    """
-    mesh, dims = query.device_mesh, (query.ndim, key.ndim, value.ndim)
-    if dims != (4, 4, 4):
-        raise ValueError(
-            "attention in a model sharded by `shard` expects query, key and value [B, H, S, D], "
-            f"got tensors with {dims} dims"
-        )
-    if enable_gqa:
-        group = query.size(1) // key.size(1)
-        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    where = [
-        p if p in (Shard(0), Shard(1), Shard(2)) and not query.size(p.dim) % ranks else Replicate()
-        for p, ranks in zip(query.placements, mesh.shape, strict=True)
-    ]
-    if Shard(2) in where and is_causal:
-        shape = query.size(2), key.size(2)
-        attn_mask = as_dtensor(
-            torch.ones(shape, dtype=torch.bool, device=query.device).tril(), mesh
-        )
-        is_causal = False
-    mask = None if attn_mask is None else _own_mask(attn_mask, where)
-    q = _own_input(query, where, where)
-    k, v = (_own_input(x, _keys_beside(x, query, where), where) for x in (key, value))
-    y = attend(q, k, v, mask, dropout_p, is_causal, scale=scale)
-    return DTensor.from_local(y, mesh, where, run_check=False)
-
-
-def _keys_beside(x: DTensor, query: DTensor, where: list) -> list:
-    """The placements of keys or values for queries that are sharded as `where` says. Sequences are
-    whole. So are heads or samples if a single one is broadcast to all queries."""
-    return [
-        p if p.is_shard() and p.dim < 2 and x.size(p.dim) == query.size(p.dim) else Replicate()
-        for p in where
-    ]
-
-
-def _own_input(x: DTensor, cuts: list, where: list) -> Tensor:
-    """This rank's part of x by the placements `cuts`, for an operator that is sharded as `where`.
-    On mesh axes that shard the operator but not x, the gradient of x is a partial sum."""
-    grads = [
-        Partial() if p.is_shard() and not cut.is_shard() else cut
-        for p, cut in zip(where, cuts, strict=True)
-    ]
-    return own_part(x, cuts, grads)
-
-
-def _own_mask(mask: DTensor, where: list) -> Tensor:
-    """This rank's part of a mask, which may broadcast, for queries sharded as `where` says."""
-    ahead = 4 - mask.ndim
-    cuts = [
-        Shard(p.dim - ahead) if p.is_shard() and p.dim >= ahead and mask.size(p.dim - ahead) > 1
-        else Replicate()
-        for p in where
-    ]  # fmt: skip
-    return _own_input(mask, cuts, where)
-
-
-def _cat_rule(
-    func: Callable[..., Tensor], tensors: Sequence[Tensor], *args: Any, **kwargs: Any
-) -> Tensor:
-    """Concatenate tensors; those of shape (0,) contribute only their dtype, as in torch. DTensor
-    has no rule for them, and the caches of transformers start with one."""
-    dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
-    joined = join_tensors(func, [x for x in tensors if x.shape != (0,)] or tensors, *args, **kwargs)
-    return joined.to(dtype)
-
-
-class _PlainAsReplicated(OneMemory):
-    """Treat plain tensors that meet DTensors in an operator as replicated, also in the backward."""
-
-    def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Call a function whose tensor arguments are all DTensors."""
-        if func is F.scaled_dot_product_attention:
-            return _attention_rule(func, *args, **kwargs)
-        if func in (torch.cat, torch.concat, torch.concatenate):
-            return _cat_rule(func, *args, **kwargs)
-        return computed(func, args, kwargs)
 
 
 def _replicating(forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
@@ -431,7 +324,7 @@ def _replicating(forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[...,
         # Writes are detected by version counters, which do not exist in inference mode.
         grads = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grads):
-            with _PlainAsReplicated(mesh):
+            with OneMemory(mesh):
                 result = forward(*args, **kwargs)
             return finished(result)
 

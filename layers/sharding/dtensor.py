@@ -42,15 +42,10 @@ def placed(p: nn.Parameter, mesh: DeviceMesh | None, placement: Placement) -> nn
         empty = whole.narrow(dim, 0, 0)
         own = [share[rank] if rank < len(share) else empty for share in shares]
         shard = torch.cat(own, dim)  # a copy, so the whole tensor can be freed
-    return nn.Parameter(_distributed(shard, mesh, placement, whole), p.requires_grad)
-
-
-def _distributed(
-    shard: torch.Tensor, mesh: DeviceMesh, placement: Placement, whole: torch.Tensor
-) -> DTensor:
-    return DTensor.from_local(
+    cut = DTensor.from_local(
         shard, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
     )
+    return nn.Parameter(cut, p.requires_grad)
 
 
 def local(p: torch.Tensor) -> torch.Tensor:
@@ -124,8 +119,7 @@ def sums_of(module: nn.Module) -> dict[str, Groups]:
 
 
 def check_alike(parameters: Iterable[tuple[str, nn.Parameter]], groups: Groups) -> None:
-    """Raise ValueError, on every rank, unless the named parameters are equal on the ranks of all
-    groups."""
+    """Raise ValueError on every rank unless the named parameters are equal on all groups' ranks."""
     named = list(parameters)
     sums = torch.stack([local(p.detach()).sum(dtype=torch.float64) for _, p in named])
     for (name, _), alike in zip(named, _alike(sums, groups), strict=True):
@@ -137,8 +131,7 @@ def check_alike(parameters: Iterable[tuple[str, nn.Parameter]], groups: Groups) 
 
 
 def check_same_inputs(inputs: Iterable[Any], groups: Groups) -> None:
-    """Raise ValueError, on every rank, unless integer inputs (ids, labels, masks) are equal, with
-    the same shapes, on the ranks of all groups."""
+    """Raise ValueError on every rank unless integer inputs are equal on all groups' ranks."""
     tensors = (x for x in inputs if isinstance(x, torch.Tensor) and not x.is_floating_point())
     given = [x.double().flatten() for x in tensors]
     if given:

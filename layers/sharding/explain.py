@@ -26,13 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class _Sent(NamedTuple):
-    """One collective, with the bytes that leave a rank."""
+    """One collective."""
 
     phase: str
     module: str
     name: str
     axis: str
-    bytes: int
+    bytes: int  # that leave a rank
 
 
 # Bytes that leave each of R ranks, in units of the collective's local input, by the bandwidth-
@@ -87,14 +87,11 @@ class Explanation:
 
 
 def _layout(x: DTensor) -> str:
-    names = x.device_mesh.mesh_dim_names or ()
-    placed = [*zip(names, x.placements, strict=True)]
-    dims = [
-        "/".join([str(size), *(axis for axis, p in placed if p == Shard(d))])
-        for d, size in enumerate(x.shape)
-    ]
+    placed = [*zip(x.device_mesh.mesh_dim_names or (), x.placements, strict=True)]
+    cuts = [[axis for axis, p in placed if p == Shard(d)] for d in range(x.ndim)]
+    dims = ", ".join("/".join([str(n), *axes]) for n, axes in zip(x.shape, cuts, strict=True))
     partial = [axis for axis, p in placed if p.is_partial()]
-    return f"[{', '.join(dims)}]" + (f" {{partial {' '.join(partial)}}}" if partial else "")
+    return f"[{dims}]" + (f" {{partial {' '.join(partial)}}}" if partial else "")
 
 
 class _Listener(TorchDispatchMode):

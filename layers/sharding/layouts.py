@@ -22,9 +22,6 @@ from torch.distributed.tensor import DTensor, Replicate
 RESHAPES = frozenset(["view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "unflatten"])
 
 
-# ---------------------------------------------------------------- whole and partial tensors
-
-
 def whole_tensor(x: Any) -> Any:
     """The plain logical tensor of a DTensor, on every rank; return anything else unchanged. The
     gradient that the result receives must be the same on all ranks."""
@@ -63,9 +60,6 @@ def laid_out_like(x: DTensor, part: torch.Tensor) -> DTensor:
     """A DTensor of `part`, with the layout, shape and strides of x."""
     mesh, where, shape, stride = x.device_mesh, x.placements, x.shape, x.stride()
     return DTensor.from_local(part, mesh, where, run_check=False, shape=shape, stride=stride)
-
-
-# ---------------------------------------------------------------- strided shards
 
 
 def is_strided(p: Any) -> bool:
@@ -107,11 +101,9 @@ def reshapable(reshape: Callable, args: tuple, kwargs: dict) -> DTensor:
 
 
 def _follows(x: DTensor, shape: torch.Size) -> bool:
-    """Return True if DTensor's layout of x after a reshape to `shape` is right.
-
-    It is right if the dims up to the last strided one are unchanged, or if the only strided dim is
-    split into the dims from which it was merged.
-    """
+    """Return True if DTensor's layout of x after a reshape to `shape` is right. It is right if the
+    dims up to the last strided one are unchanged, or if the only strided dim is split into the dims
+    from which it was merged."""
     axes: list[tuple[Any, int]] = list(zip(x.placements, x.device_mesh.shape, strict=True))
     strided = [(p, size) for p, size in axes if is_strided(p)]
     if all(shape[: p.dim + 1] == x.shape[: p.dim + 1] for p, _ in strided):

@@ -50,6 +50,7 @@ from warpweave.layers.sharding.layouts import (
     whole_tensor,
     without_sums,
 )
+from warpweave.layers.sharding.rules import computed
 
 # Functions that read values, or whose result's shape depends on values. They run on whole tensors.
 _READS = frozenset(
@@ -86,9 +87,6 @@ _INPLACE_OPERATORS = frozenset(
     f"__i{name}__"
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 )
-
-
-# ---------------------------------------------------------------- results
 
 
 def finished(result: Any) -> Any:
@@ -234,18 +232,12 @@ def _remember(func: Callable, args: tuple, kwargs: dict, at: int, view: DTensor)
 
 class OneMemory(TorchFunctionMode):
     """Treat plain tensors as replicated, and make views, writes and reads of DTensors logical.
-
-    A subclass's `run` calls the operator. Raises ValueError for writes that shards cannot follow: a
-    change of shape in place, `x.data = ...`, or one operator that writes two copies of the same
-    memory.
-    """
+    Raises ValueError for writes that shards cannot follow: a change of shape in place, `x.data =
+    ...`, or one operator that writes two copies of the same memory."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.mesh = mesh
-
-    def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        return func(*args, **kwargs)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -284,7 +276,8 @@ class OneMemory(TorchFunctionMode):
             return self._call(torch.nonzero, args, {"as_tuple": True})
         if kwargs.get("inplace"):
             name += "_"
-        if _is_in_place(name) and args and isinstance(args[0], DTensor):
+        in_place = name in _INPLACE_OPERATORS or (name[-1:] == "_" and name[-2:] != "__")
+        if in_place and args and isinstance(args[0], DTensor):
             if name == "fill_" and isinstance(args[1], Tensor):
                 return self._call(Tensor.copy_, args, {})
             if not _runs_on_parts(name, args, kwargs):
@@ -296,7 +289,7 @@ class OneMemory(TorchFunctionMode):
     def _on_parts(self, func: Any, args: tuple, kwargs: dict, tensors: list[DTensor]) -> Any:
         """Call func on DTensors, update the bases of copies that it wrote, and link new copies."""
         before = [_version(x) for x in tensors]
-        result = self.run(func, args, kwargs)
+        result = computed(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name.startswith("_foreach_") and name.endswith("_"):  # does not advance versions itself
             torch.autograd.graph.increment_version(args[0])
@@ -330,11 +323,9 @@ class OneMemory(TorchFunctionMode):
         return args[0]
 
     def _pieces(self, func: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
-        """Split a tensor along a dim like func, with a separate view for each piece.
-
-        If func itself split it, autograd would fill in plain gradients for unused pieces, next to
-        the DTensor gradients of the others. A sharded dim is gathered once.
-        """
+        """Split a tensor along a dim like func, with a separate view for each piece. If func itself
+        split it, autograd would fill in plain gradients for unused pieces, next to the DTensor
+        gradients of the others. A sharded dim is gathered once."""
         if not args:
             kwargs = dict(kwargs)
             args = (kwargs.pop("tensor" if "tensor" in kwargs else "input"),)
@@ -344,14 +335,11 @@ class OneMemory(TorchFunctionMode):
         sizes = [y.shape for y in func(torch.empty(x.shape, device="meta"), *args, **kwargs)]
         dim %= max(x.ndim, 1)
         x = _copied(x, gather_where(x, [is_cut(p, dim) for p in x.placements]))
-        places: list[tuple[Any, tuple]]
         if func.__name__ == "unbind":
-            places = [(Tensor.select, (x, dim, i)) for i in range(len(sizes))]
-        else:
-            lengths = [size[dim] for size in sizes]
-            starts = accumulate(lengths, initial=0)
-            places = [(Tensor.narrow, (x, dim, i, n)) for i, n in zip(starts, lengths)]
-        return tuple(self._call(view, given, {}) for view, given in places)
+            return tuple(self._call(Tensor.select, (x, dim, i), {}) for i in range(len(sizes)))
+        lengths = [size[dim] for size in sizes]
+        places = zip(accumulate(lengths, initial=0), lengths)
+        return tuple(self._call(Tensor.narrow, (x, dim, *place), {}) for place in places)
 
     def _set_item(self, x: DTensor, index: Any, value: Any) -> Any:
         if not _is_basic(index):
@@ -392,32 +380,24 @@ def map_whole(given: Any) -> Any:
     return tree_map(whole_tensor, given)
 
 
-def _is_in_place(name: str) -> bool:
-    return name in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
-
-
 def _is_basic(index: Any, masks: bool = True) -> bool:
     """Return True for an index that gives a view: only numbers, slices, None and "...". With
     masks=False, also return True for tensors of positions, which DTensor can index by."""
-    for x in index if isinstance(index, tuple) else (index,):
+
+    def is_basic(x: Any) -> bool:
         if isinstance(x, Tensor) and not masks:
-            if x.dtype in (torch.bool, torch.uint8):
-                return False
-            continue
-        if isinstance(x, Tensor) and x.ndim == 0 and x.dtype != torch.bool:
-            continue
-        if isinstance(x, bool) or not (
-            x is None or x is Ellipsis or isinstance(x, int | slice | np.integer)
-        ):
-            return False
-    return True
+            return x.dtype not in (torch.bool, torch.uint8)
+        if isinstance(x, Tensor):
+            return x.ndim == 0 and x.dtype != torch.bool
+        known = x is None or x is Ellipsis or isinstance(x, int | slice | np.integer)
+        return known and not isinstance(x, bool)
+
+    return all(map(is_basic, index if isinstance(index, tuple) else (index,)))
 
 
 def _runs_on_parts(name: str, args: tuple, kwargs: dict) -> bool:
     """Return True for an in-place function that is right on each rank's part of its argument.
-
-    Raises ValueError for one that changes the shape.
-    """
+    Raises ValueError for one that changes the shape."""
     x = args[0]
     placed = [y.placements for y in tree_leaves((args[1:], kwargs)) if isinstance(y, DTensor)]
     name = name.strip("_") + "_"

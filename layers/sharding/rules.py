@@ -24,7 +24,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, partial, reduce
 from math import prod
 from typing import Any
 
@@ -40,8 +40,6 @@ from warpweave.kernels.runtime.beside import as_dtensor
 from warpweave.layers.sharding.layouts import gather_strided, gather_where, is_cut, sum_partial
 
 Function = Callable[..., Any]
-
-# ---------------------------------------------------------------- layouts
 
 
 def _even(x: Any) -> Any:
@@ -122,11 +120,9 @@ def join_tensors(func: Function, tensors: Sequence[Any], *args: Any, **kwargs: A
 
 
 def _class_loss(loss: Function, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute `F.cross_entropy` or `F.nll_loss` with the mean over all ranks' targets.
-
-    The mean is the sum over all ranks, divided by the number (or weight) of all targets. DTensor
-    takes the mean of the ranks' means, which differs if ranks ignore different numbers of targets.
-    """
+    """Compute `F.cross_entropy` or `F.nll_loss` with the mean over all ranks' targets. The mean is
+    the sum over all ranks, divided by the number (or weight) of all targets. DTensor takes the mean
+    of the ranks' means, which differs if ranks ignore different numbers of targets."""
     bound = inspect.signature(loss).bind(*args, **kwargs)
     given, reduction = bound.arguments, _take_reduction(bound.arguments)
     target, weight = given["target"], given.get("weight")
@@ -264,6 +260,85 @@ def _group_norm(
     return DTensor.from_local(y, x.device_mesh, cuts, run_check=False)
 
 
+def _attention_rule(
+    attend: Callable[..., Tensor], query: Any, key: Any, value: Any, attn_mask: Any = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> DTensor:  # fmt: skip
+    """torch's attention of query[B, H, S, D], computed separately on each rank's part.
+
+    Shards of the batch and the heads stay. If the sequence is sharded, each rank keeps its queries
+    and gathers keys and values (context parallelism by all-gather; their gradients are
+    reduce-scattered). Anything else that is sharded or partial is replicated first.
+
+    Raises ValueError unless the tensors have four dims.
+    """
+    mesh, dims = query.device_mesh, (query.ndim, key.ndim, value.ndim)
+    if dims != (4, 4, 4):
+        raise ValueError(
+            "attention in a model sharded by `shard` expects query, key and value [B, H, S, D], "
+            f"got tensors with {dims} dims"
+        )
+    if enable_gqa:
+        group = query.size(1) // key.size(1)
+        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    where = [
+        p if p in (Shard(0), Shard(1), Shard(2)) and not query.size(p.dim) % ranks else Replicate()
+        for p, ranks in zip(query.placements, mesh.shape, strict=True)
+    ]
+    if Shard(2) in where and is_causal:
+        shape = query.size(2), key.size(2)
+        attn_mask = as_dtensor(
+            torch.ones(shape, dtype=torch.bool, device=query.device).tril(), mesh
+        )
+        is_causal = False
+    mask = None if attn_mask is None else _own_mask(attn_mask, where)
+    q = _own_input(query, where, where)
+    k, v = (_own_input(x, _keys_beside(x, query, where), where) for x in (key, value))
+    y = attend(q, k, v, mask, dropout_p, is_causal, scale=scale)
+    return DTensor.from_local(y, mesh, where, run_check=False)
+
+
+def _keys_beside(x: DTensor, query: DTensor, where: list) -> list:
+    """The placements of keys or values for queries that are sharded as `where` says. Sequences are
+    whole. So are heads or samples if a single one is broadcast to all queries."""
+    return [
+        p if p.is_shard() and p.dim < 2 and x.size(p.dim) == query.size(p.dim) else Replicate()
+        for p in where
+    ]
+
+
+def _own_input(x: DTensor, cuts: list, where: list) -> Tensor:
+    """This rank's part of x by the placements `cuts`, for an operator that is sharded as `where`.
+    On mesh axes that shard the operator but not x, the gradient of x is a partial sum."""
+    grads = [
+        Partial() if p.is_shard() and not cut.is_shard() else cut
+        for p, cut in zip(where, cuts, strict=True)
+    ]
+    return own_part(x, cuts, grads)
+
+
+def _own_mask(mask: DTensor, where: list) -> Tensor:
+    """This rank's part of a mask, which may broadcast, for queries sharded as `where` says."""
+    ahead = 4 - mask.ndim
+    cuts = [
+        Shard(p.dim - ahead) if p.is_shard() and p.dim >= ahead and mask.size(p.dim - ahead) > 1
+        else Replicate()
+        for p in where
+    ]  # fmt: skip
+    return _own_input(mask, cuts, where)
+
+
+def _cat_rule(
+    func: Callable[..., Tensor], tensors: Sequence[Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
+    """Concatenate tensors; those of shape (0,) contribute only their dtype, as in torch. DTensor
+    has no rule for them, and the caches of transformers start with one."""
+    dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
+    joined = join_tensors(func, [x for x in tensors if x.shape != (0,)] or tensors, *args, **kwargs)
+    return joined.to(dtype)
+
+
 # ---------------------------------------------------------------- the table
 
 
@@ -306,6 +381,8 @@ _TABLE: tuple[tuple[Function, list[Function]], ...] = (
     (join_tensors, _named("stack")),
     (_rms_norm, [F.rms_norm, torch.rms_norm]),
     (_group_norm, [F.group_norm]),
+    (_attention_rule, [F.scaled_dot_product_attention]),
+    (_cat_rule, [torch.cat, torch.concat, torch.concatenate]),
 )  # fmt: skip
 _RULES: dict[Function, Function] = {func: rule for rule, funcs in _TABLE for func in funcs}
 _NAMES = {"axis": "dim", "keepdims": "keepdim"}

@@ -72,14 +72,9 @@ class Style(ParallelStyle):
     outputs: Placement = Replicate()
 
     def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        overlap: str = "bulk",
-        workspace: Workspace | None = None,
-    ) -> None:
+        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None,
+        use_local_output: bool = True, overlap: str = "bulk", workspace: Workspace | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.input_layouts = self.inputs if input_layouts is None else input_layouts
         self.output_layouts = self.outputs if output_layouts is None else output_layouts
@@ -94,7 +89,7 @@ class Style(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh.size())
-        for name in list(module._parameters):
+        for name in module._parameters:
             self.cut(module, name, device_mesh, self.src_data_rank)
         self.install(module, device_mesh)
         return module
@@ -102,11 +97,7 @@ class Style(ParallelStyle):
     def cut(self, module: Any, name: str, mesh: DeviceMesh, source: int | None) -> None:
         """Make a parameter of the module a DTensor with the values of rank `source` of the mesh. If
         `source` is None, each rank uses its own values."""
-        p = module._parameters[name]
-        if p is not None:
-            placements = [self.placement(module, name)]
-            shard = distribute_tensor(p.detach(), mesh, placements, src_data_rank=source)
-            module._parameters[name] = nn.Parameter(shard, p.requires_grad)
+        _distribute(module, name, mesh, self.placement(module, name), source)
 
     def check(self, module: Any, ranks: int) -> None:
         """Raise ValueError, naming the module, if this style cannot be applied to it."""
@@ -174,9 +165,9 @@ class Style(ParallelStyle):
 
     def _check_features(self, what: str, features: int, ranks: int) -> None:
         if features % ranks:
+            name = type(self).__name__
             raise ValueError(
-                f"{type(self).__name__}: {features} {what} features are not divisible by {ranks} "
-                "ranks"
+                f"{name}: {features} {what} features are not divisible by {ranks} ranks"
             )
 
 
@@ -200,10 +191,10 @@ class ColwiseParallel(Style):
 
     def check(self, module: Any, ranks: int) -> None:
         super().check(module, ranks)
-        if type(module) is nn.Embedding:
-            self._check_features("output", module.embedding_dim, ranks)
-        elif self.output_layouts != Replicate():
-            self._check_features("output", module.out_features, ranks)
+        looks_up = type(module) is nn.Embedding
+        if looks_up or self.output_layouts != Replicate():
+            features = module.embedding_dim if looks_up else module.out_features
+            self._check_features("output", features, ranks)
 
     def placement(self, module: Any, name: str) -> Placement:
         if type(module) is nn.Embedding:
@@ -309,12 +300,8 @@ class SequenceParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh, sums = device_mesh, (device_mesh.get_group(),)
         for part in module.modules():
-            for name, p in part._parameters.items():
-                if p is not None:
-                    whole = distribute_tensor(
-                        p.detach(), mesh, [Replicate()], src_data_rank=self.src_data_rank
-                    )
-                    part._parameters[name] = nn.Parameter(whole, p.requires_grad)
+            for name in part._parameters:
+                _distribute(part, name, mesh, Replicate(), self.src_data_rank)
             use_local(part, dict.fromkeys(part._parameters, sums))
 
         def enter(_: nn.Module, args: tuple) -> tuple:
@@ -355,12 +342,10 @@ def look_up(
         raise ValueError(
             "an embedding with max_norm, scale_grad_by_freq or sparse cannot be sharded"
         )
-    w = padded_rows(local(module.weight), module.num_embeddings, group_size(group))
+    rows, over = module.num_embeddings, {"group": group, "sequence_parallel": sequence_parallel}
+    w = padded_rows(local(module.weight), rows, group_size(group))
     own = own_slice(ids, group) if sequence_parallel else ids
-    y = vocab_parallel_embedding(
-        ids.flatten(), w, group=group, vocab_size=module.num_embeddings,
-        sequence_parallel=sequence_parallel,
-    ).view(*own.shape, -1)  # fmt: skip
+    y = vocab_parallel_embedding(ids.flatten(), w, vocab_size=rows, **over).view(*own.shape, -1)
     if module.padding_idx is None:
         return y
     return torch.where((own == module.padding_idx)[..., None], y.detach(), y)
@@ -395,6 +380,16 @@ def project(
     return y[..., : module.out_features] if b is None else y[..., : module.out_features] + b
 
 
+def _distribute(
+    module: Any, name: str, mesh: DeviceMesh, where: Placement, source: int | None
+) -> None:
+    """Make a parameter of the module, if it has one, a DTensor with the values of rank `source`."""
+    p = module._parameters[name]
+    if p is not None:
+        shard = distribute_tensor(p.detach(), mesh, [where], src_data_rank=source)
+        module._parameters[name] = nn.Parameter(shard, p.requires_grad)
+
+
 def _bias(module: Any) -> torch.Tensor | None:
     return None if module.bias is None else local(module.bias)
 
@@ -414,9 +409,8 @@ def _local(x: torch.Tensor, mesh: DeviceMesh, layout: Placement, what: str) -> t
     dim = dim_of(layout, x.ndim, what)
     if not isinstance(x, DTensor):
         return x
-    if dim is not None and x.shape[dim] % mesh.size():
+    if dim is not None and (size := x.shape[dim]) % (ranks := mesh.size()):
         raise ValueError(
-            f"{what} {layout}: size {x.shape[dim]} of this dim is not divisible by {mesh.size()} "
-            "ranks"
+            f"{what} {layout}: size {size} of this dim is not divisible by {ranks} ranks"
         )
     return x.redistribute(mesh, [layout]).to_local()

@@ -116,11 +116,9 @@ class LigerLayerNorm(nn.Module):
 
 
 class _GatedMLP(nn.Module):
-    """down_proj(act(gate_proj(x)) * up_proj(x)), without biases.
-
-    Sizes are the config's hidden_size and intermediate_size. A layer that is replaced, wrapped or
-    hooked is called instead of fused.
-    """
+    """down_proj(act(gate_proj(x)) * up_proj(x)), without biases. Sizes are the config's hidden_size
+    and intermediate_size. A layer that is replaced, wrapped or hooked is called instead of
+    fused."""
 
     _activation: str
     _names: tuple[str, ...]

@@ -42,11 +42,8 @@ class Family:
 
 
 def read_config(fields: Mapping[str, Any]) -> tuple[str, GPTConfig]:
-    """Return (model_type, our config) for the fields of a config.json.
-
-    Raises `ConvertError` for an unknown family, a missing field, or a model that our GPT does not
-    support.
-    """
+    """Return (model_type, our config) for the fields of a config.json. Raises `ConvertError` for an
+    unknown family, a missing field, or a model that our GPT does not support."""
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(FAMILIES)
@@ -67,19 +64,15 @@ def read_config(fields: Mapping[str, Any]) -> tuple[str, GPTConfig]:
 
 
 def _check_complete(fields: Mapping[str, Any], family: Family, config: GPTConfig) -> None:
-    """Raise `ConvertError` if a file of transformers 5 or later lacks a field of its family.
-
-    These versions write every field, so a missing one was renamed. Older versions omit fields that
-    have their family's default.
-    """
+    """Raise `ConvertError` if a file of transformers 5 or later lacks a field of its family. These
+    versions write every field, so a missing one was renamed. Older versions omit fields that have
+    their family's default."""
     version = str(fields.get("transformers_version"))
     major = version.partition(".")[0]
     if not major.isdigit() or int(major) < 5:
         return
-    missing = family.write(config).keys() - fields.keys() - {"head_dim"}  # not of every family
-    if "rope_theta" in fields:
-        missing -= {"rope_parameters"}
-    if missing:
+    other = {"head_dim"} | ({"rope_parameters"} if "rope_theta" in fields else set())
+    if missing := family.write(config).keys() - fields.keys() - other:
         raise ConvertError(
             f"it is from transformers {version} but has no {', '.join(sorted(missing))}, which "
             "that version may have renamed; add what is missing, or remove transformers_version to "
@@ -88,10 +81,8 @@ def _check_complete(fields: Mapping[str, Any], family: Family, config: GPTConfig
 
 
 def write_config(config: GPTConfig, kind: str | None = None) -> tuple[str, dict[str, Any]]:
-    """Return (model_type, fields) for our model; `kind` None tries all families in order.
-
-    Raises `ConvertError`, which names the closest model, if no family (or not `kind`) can be it.
-    """
+    """Return (model_type, fields) for our model; `kind` None tries all families in order. Raises
+    `ConvertError`, which names the closest model, if no family (or not `kind`) can be it."""
     wanted = replace(canonical(config), dropout=0.0)
     misses = []
     for name in FAMILIES if kind is None else (kind,):
@@ -150,10 +141,10 @@ _SIZES = {  # our field -> theirs
 
 def _expect_whole_heads(c: Mapping[str, Any]) -> None:
     """Require heads of equal width, as some families' config classes do."""
-    if c["hidden_size"] % c["num_attention_heads"]:
+    width, heads = c["hidden_size"], c["num_attention_heads"]
+    if width % heads:
         raise ConvertError(
-            f"hidden_size = {c['hidden_size']} is not divisible by num_attention_heads = "
-            f"{c['num_attention_heads']}"
+            f"hidden_size = {width} is not divisible by num_attention_heads = {heads}"
         )
 
 
@@ -281,16 +272,11 @@ def _read_gemma(c: Mapping[str, Any], **more: Any) -> GPTConfig:
     expect(c, "attention_bias", False)
     expect(c, "use_bidirectional_attention", False, None)
     return _read_rotary(
-        {**c, "head_dim": given(c, "head_dim", 256)},
-        kv_heads=4,
-        norm="rms1p",
-        activation="geglu",
-        norm_place="sandwich",
-        tied=given(c, "tie_word_embeddings", True),
+        {**c, "head_dim": given(c, "head_dim", 256)}, kv_heads=4, norm="rms1p", activation="geglu",
+        norm_place="sandwich", tied=given(c, "tie_word_embeddings", True),
         attention_scale=given(c, "query_pre_attn_scalar", 256) ** -0.5,
-        embedding_scale=c["hidden_size"] ** 0.5,
-        **more,
-    )
+        embedding_scale=c["hidden_size"] ** 0.5, **more,
+    )  # fmt: skip
 
 
 def _write_gemma(c: GPTConfig) -> dict[str, Any]:
@@ -326,9 +312,8 @@ def _read_gemma3(c: Mapping[str, Any]) -> GPTConfig:
     full, local = (both.get(kind) or {"rope_type": "default"} for kind in _KINDS)
     full = {"rope_theta": given(c, "rope_theta", 1e6)} | full | (c.get("rope_scaling") or {})
     local = {"rope_theta": given(c, "rope_local_base_freq", 1e4)} | local
-    c = {
-        k: v for k, v in c.items() if k not in ("rope_scaling", "original_max_position_embeddings")
-    }
+    old = ("rope_scaling", "original_max_position_embeddings")
+    c = {k: v for k, v in c.items() if k not in old}
     windows = _windows_of(c, c.get("sliding_window", 4096), lambda i: (i + 1) % every != 0)
     theta, scaling = read_rope(c | {"rope_parameters": local})
     if (

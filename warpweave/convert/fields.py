@@ -52,11 +52,9 @@ def given(fields: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def read_rope(c: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Return (theta, scaling) from ``rope_parameters`` or ``rope_scaling``.
-
-    The latter is the name before transformers 5. Even there it takes precedence, and so does an
-    original length outside of both.
-    """
+    """Return (theta, scaling) from ``rope_parameters`` or ``rope_scaling``. The latter is the name
+    before transformers 5. Even there it takes precedence, and so does an original length outside of
+    both."""
     p = c.get("rope_scaling") or c.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in p.values()):
         raise ConvertError(

@@ -61,9 +61,7 @@ class HFFolder:
 
     def tensor(self, record: ParamRecord) -> Tensor:
         """Return one logical parameter in the file's dtype; pass to ``Engine.load("param", ...)``.
-
-        Raises `ConvertError` if the requested parameter is missing or has a different shape.
-        """
+        Raises `ConvertError` if the requested parameter is missing or has a different shape."""
         rule = self._rules.get(record.name)
         if rule is None or rule.shape != record.shape:
             has = "nothing" if rule is None else f"shape {[*rule.shape]}"

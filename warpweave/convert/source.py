@@ -40,9 +40,7 @@ class SavedModel:
 
 def read_model_config(folder: Path) -> GPTConfig:
     """Return the configuration of the model in a folder; its weights are not read or checked.
-
-    Raises `ConvertError`, or `CheckpointError` for a damaged checkpoint.
-    """
+    Raises `ConvertError`, or `CheckpointError` for a damaged checkpoint."""
     step = find_step(folder)
     if step is not None:
         return _ours(step, read_manifest(step).config)
@@ -51,11 +49,9 @@ def read_model_config(folder: Path) -> GPTConfig:
 
 
 def open_model(folder: Path, group: dist.ProcessGroup | None = None) -> HFFolder | SavedModel:
-    """Open the model in a folder and check its weights; every rank of `group` calls this.
-
-    Both return types have ``config``, ``tensor(record)`` and ``load(gpt)``. Raises `ConvertError`
-    or `CheckpointError` if the folder is damaged or is not a model.
-    """
+    """Open the model in a folder and check its weights; every rank of `group` calls this. Both
+    return types have ``config``, ``tensor(record)`` and ``load(gpt)``. Raises `ConvertError` or
+    `CheckpointError` if the folder is damaged or is not a model."""
     step = find_step(folder)
     if step is None:
         return from_hf(folder)
@@ -78,10 +74,8 @@ def check_same_model(config: GPTConfig, folder: Path) -> None:
 
 def find_tokenizer(folder: Path) -> Path | None:
     """Return the tokenizer.json of a folder or of a run's ``origin``; None if it has no tokenizer.
-
     Raises `ConvertError` for a tokenizer in a different format: without this, text would be read as
-    bytes.
-    """
+    bytes."""
     folder = find_origin(folder) or folder
     if (folder / "tokenizer.json").is_file():
         return folder / "tokenizer.json"

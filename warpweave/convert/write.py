@@ -140,11 +140,9 @@ def _beside(
     name: str, config: GPTConfig, kind: str, fields: dict[str, Any], files: dict[str, bytes],
     source: str | Path | None, state: Mapping[str, Any],
 ) -> dict[str, bytes]:  # fmt: skip
-    """Return the files besides config.json and the weights, with the tokenizer's `files`.
-
-    Add the begin and end tokens to `fields`, unless `source`, where the fields come from, has this
-    tokenizer and names them.
-    """
+    """Return the files besides config.json and the weights, with the tokenizer's `files`. Add the
+    begin and end tokens to `fields`, unless `source`, where the fields come from, has this
+    tokenizer and names them."""
     data, settings, tokenizer = state.get("data", {}), state.get("settings", {}), bool(files)
     if source is None or "eos_token_id" not in fields:
         ids = special_tokens(files, config, settings.get("separator"))

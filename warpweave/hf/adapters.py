@@ -78,12 +78,6 @@ def is_current(wrapper: nn.Module) -> bool:
     return entered is not None and entered.parts == _adapters_in(wrapper)
 
 
-def takes_gathered(column: nn.Module) -> bool:
-    """Return True if the module that holds a column-parallel layer has gathered its input."""
-    cut = known(column, ShardedLayer)
-    return cut is not None and cut.inside
-
-
 @contextmanager
 def taken_out(model: nn.Module) -> Iterator[None]:
     """Replace every wrapper by the layer it wraps, within the context."""

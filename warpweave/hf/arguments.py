@@ -21,11 +21,9 @@ _PART = "_warpweave_part"  # set on a cache that holds the keys of only some tok
 
 
 def cache_of(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Cache | None:
-    """The cache of keys and values among a module's arguments; None if there is none.
-
-    Raises ValueError, naming the module and the argument, if an argument may be a cache but is not
-    a `transformers.Cache`.
-    """
+    """The cache of keys and values among a module's arguments; None if there is none. Raises
+    ValueError, naming the module and the argument, if an argument may be a cache but is not a
+    `transformers.Cache`."""
     given = [*((f"argument {i}", x) for i, x in enumerate(args)), *kwargs.items()]
     for name, value in given:
         if not isinstance(value, Cache) and _may_be_cache(name, value):
@@ -66,10 +64,8 @@ def unknown(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
 
 
 def own(owner: Any, name: str) -> Any:
-    """Return an attribute that an object or a class of transformers must have.
-
-    Raises ValueError if it is missing. After a renaming, a default would be silently wrong.
-    """
+    """Return an attribute that an object or a class of transformers must have. Raises ValueError if
+    it is missing. After a renaming, a default would be silently wrong."""
     try:
         return getattr(owner, name)
     except AttributeError:

@@ -176,10 +176,8 @@ def _visible(
 @contextmanager
 def watched(model: nn.Module, watch: Callable) -> Iterator[None]:
     """Call `watch(module, q, k, v, o, sinks)` for every call of `attention_forward` in the context.
-
     Only calls by modules of the model count. Heads have the kernel's layout, [B, S, H, D]; sinks
-    are [H] or None. There can be only one watcher at a time.
-    """
+    are [H] or None. There can be only one watcher at a time."""
     modules = list(model.modules())
     for module in modules:
         note(module, _Watched(watch))

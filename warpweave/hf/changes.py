@@ -45,12 +45,12 @@ class Changes:
 
     def restore(self, owner: Any, name: str) -> None:
         """Restore one attribute."""
-        for entry in self.before:
-            if entry[0] is owner and entry[1] == name:
-                self.before.remove(entry)
+        for at, (known, other, value) in enumerate(self.before):
+            if known is owner and other == name:
+                del self.before[at]
                 owner.__dict__.pop(name, None)
-                if entry[2]:
-                    owner.__dict__[name] = entry[2][0]
+                if value:
+                    owner.__dict__[name] = value[0]
                 return
 
     def undo(self) -> None:

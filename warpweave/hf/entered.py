@@ -42,10 +42,8 @@ _Reentrant = CheckpointFunction._backward_cls  # it builds its graph in the back
 
 
 class Watch:
-    """Watch the layers of a spread model; a fact of the model (`changes`).
-
-    `layers` are the model's, in order; `parts` are sharded over tensor ranks, or over tokens.
-    """
+    """Watch the layers of a spread model; a fact of the model (`changes`). `layers` are the
+    model's, in order; `parts` are sharded over tensor ranks, or over tokens."""
 
     untouched: Untouched
 
@@ -208,7 +206,8 @@ class Watch:
     @torch.compiler.disable
     def _enter_column(self, column: nn.Module, args: tuple) -> None:
         """Pre-hook of a column-parallel layer."""
-        if self._walks() and adapters.takes_gathered(column):
+        cut = known(column, adapters.ShardedLayer)
+        if self._walks() and cut is not None and cut.inside:
             self._refuse(_nodes_inside(args, self.tp, ()))
 
     @torch.compiler.disable

@@ -23,6 +23,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial, wraps
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -58,9 +59,8 @@ class LossForm(NamedTuple):
         return _forward_of(self)
 
     def __str__(self) -> str:
-        more = f", logits * {self.factor:.6g}" if self.factor != 1 else ""
-        more = f", softcap {self.softcap:g}" if self.softcap else more
-        return "linear_cross_entropy" + more
+        factor = f", logits * {self.factor:.6g}" if self.factor != 1 else ""
+        return "linear_cross_entropy" + (f", softcap {self.softcap:g}" if self.softcap else factor)
 
 
 # Prefixes of a model's numbers that its forward only passes on, or that select other outputs.
@@ -308,7 +308,9 @@ def find_loss_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> L
     made: list[torch.Tensor] = []
 
     def widen(_: nn.Module, args: tuple, z: torch.Tensor) -> torch.Tensor:
-        made.append(_of_all_sizes(z))
+        # Columns of about 1 to 1000, so a cap shows even in 16 bits.
+        size = torch.logspace(0, 3, z.shape[-1], device=z.device) / z.float().std().clamp(min=1e-6)
+        made.append((z.float() * size).to(z.dtype))
         return made[-1]
 
     try:
@@ -327,12 +329,6 @@ def find_loss_form(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> L
             live.append(name)
     fixed = tuple(f for f in fields.items() if not f[0][-1].startswith(_LIVE))
     return form._replace(model=type(model), live=tuple(live), fields=fixed)
-
-
-def _of_all_sizes(z: torch.Tensor) -> torch.Tensor:
-    """Scale a head's output to columns of about 1 to 1000, so a cap shows even in 16 bits."""
-    size = torch.logspace(0, 3, z.shape[-1], device=z.device) / z.float().std().clamp(min=1e-6)
-    return (z.float() * size).to(z.dtype)
 
 
 def _is_causal(model: Any) -> bool:
@@ -364,16 +360,11 @@ def _form_of(model: PreTrainedModel, z: torch.Tensor, logits: torch.Tensor) -> L
 
 def install(model: PreTrainedModel, form: LossForm) -> None:
     """Make the model's forward compute its loss with `form`."""
-    note(model, _Fused(form, _StandIn()))
-    patch(model, form, _around_head(model))
-
-
-def _around_head(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules within the model that contain the head; logits pass through them."""
     head = model.get_output_embeddings()
     name = next((n for n, m in model.named_modules() if m is head), "")
-    names = name.split(".")[:-1]
-    return [model.get_submodule(".".join(names[: n + 1])) for n in range(len(names))]
+    outer = accumulate(name.split(".")[:-1], "{}.{}".format)  # logits pass through these modules
+    note(model, _Fused(form, _StandIn()))
+    patch(model, form, [model.get_submodule(each) for each in outer])
 
 
 def is_installed(model: nn.Module) -> bool:

@@ -57,11 +57,9 @@ class Visible(NamedTuple):
             return seen[None, None]
         bounds = self.documents.to(device)
         sides = bounds.unbind(1) if bounds.ndim == 3 else (bounds, bounds)
+        rows = (x.expand(len(bounds), -1).contiguous() for x in (q, k))
         of_q, of_k = (
-            torch.searchsorted(
-                side.contiguous(), x.expand(len(bounds), -1).contiguous(), right=True
-            )
-            for side, x in zip(sides, (q, k))
+            torch.searchsorted(side.contiguous(), x, right=True) for side, x in zip(sides, rows)
         )
         return (seen & (of_q[:, :, None] == of_k[:, None]))[:, None]
 
@@ -128,19 +126,15 @@ def make_mask(
 
 @torch.compiler.disable  # it reads closures and padding
 def _mask_of(
-    function: Callable,
-    attention_mask: torch.Tensor | None,
-    q_run: _Run,
-    k_run: _Run,
+    function: Callable, attention_mask: torch.Tensor | None, q_run: _Run, k_run: _Run,
     like: torch.Tensor,
-) -> Mask | None:
+) -> Mask | None:  # fmt: skip
     """`make_mask` for a mask function; the `Mask` has the shape and dtype of `like`."""
     batch_size, kv_length = len(like), like.shape[-1]
     end = max(sum(q_run), sum(k_run))
     pattern = _pattern_of(function, end)
-    causal, window, starts = pattern.causal, pattern.window, list(pattern.starts)
+    causal, window, starts, hidden = *pattern, None
     window = None if window is None or window >= end else window
-    hidden = None
     if attention_mask is not None:
         seen = min(kv_length, sum(q_run) - k_run[0]) if causal else kv_length
         hidden = _padding(attention_mask[:, k_run[0] :][:, :seen].bool(), seen)
@@ -149,7 +143,10 @@ def _mask_of(
         return None
     documents = None
     if starts or hidden is not None:
-        documents = _document_boundaries(starts, batch_size, end, like.device)
+        zero = torch.zeros(batch_size, 1, dtype=torch.int64, device=like.device)
+        inner = (s.expand(batch_size, -1) for s in starts)
+        # Because of the end, the attention does not mistake them for each token's document.
+        documents = torch.cat([zero, *inner, zero + end], 1).sort(1).values
     if hidden is not None:
         first, stop = (at + k_run[0] for at in hidden)
         documents = torch.stack((documents, documents.clamp(first, stop)), 1)
@@ -158,12 +155,9 @@ def _mask_of(
 
 @torch.compiler.disable
 def _mask_of_one(
-    function: Callable,
-    attention_mask: torch.Tensor | None,
-    q_offset: int | torch.Tensor,
-    kv_offset: int,
-    like: torch.Tensor,
-) -> Mask:
+    function: Callable, attention_mask: torch.Tensor | None, q_offset: int | torch.Tensor,
+    kv_offset: int, like: torch.Tensor,
+) -> Mask:  # fmt: skip
     """`make_mask` for one query. Its keys are computed on the device, without a host sync. Padding
     in the middle of a sample fails a device assertion, like an index out of range."""
     keys = like.shape[-1]
@@ -202,15 +196,14 @@ def _pattern_of(function: Callable, end: int, positions: torch.Tensor | None = N
     if function.__module__ == masking_utils.__name__:
         if name == "and_masks.<locals>.and_mask":
             return _both([_pattern_of(part, end, positions) for part in held["mask_functions"]])
-        if name == "sliding_window_overlay":
-            return _Pattern(window=held["sliding_window"])
-        if name == "sliding_window_bidirectional_overlay":
-            return _Pattern(window=held["sliding_window"] + 1)
+        if name in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
+            return _Pattern(window=held["sliding_window"] + ("bidirectional" in name))
         if name == "chunked_overlay":
             size, padding = held["chunk_size"], held["left_padding"]
-            if positions is None:
-                return _Pattern(starts=(_chunks(size, padding, end),))
-            return _Pattern(starts=(_packed(_runs((positions - padding[:, None]) // size)),))
+            if positions is not None:
+                return _Pattern(starts=(_packed(_runs((positions - padding[:, None]) // size)),))
+            steps = torch.arange(0, end, size, device=padding.device)
+            return _Pattern(starts=((padding[:, None] + steps).clamp(max=end),))
         if name == "packed_sequence_mask_function":
             return _Pattern(starts=(_packed(held["packed_sequence_mask"]),))
         if name == "remap_positions_for_packed_sequence":
@@ -233,12 +226,9 @@ class _Held(dict):
 
 
 def _both(patterns: list[_Pattern]) -> _Pattern:
-    windows = [p.window for p in patterns if p.window is not None]
-    return _Pattern(
-        any(p.causal for p in patterns),
-        min(windows, default=None),
-        tuple(start for p in patterns for start in p.starts),
-    )
+    causal, windows, starts = zip(*patterns)
+    window = min((w for w in windows if w is not None), default=None)
+    return _Pattern(any(causal), window, sum(starts, ()))
 
 
 # ---------------------------------------------------------------- 2. documents
@@ -254,11 +244,6 @@ def _runs(number: torch.Tensor) -> torch.Tensor:
     """Number the runs of equal number[B, S] from 0, and return each row's run."""
     changes = number[:, 1:] != number[:, :-1]
     return torch.nn.functional.pad(changes, (1, 0)).cumsum(1)
-
-
-def _chunks(size: int, left_padding: torch.Tensor, end: int) -> torch.Tensor:
-    steps = torch.arange(0, end, size, device=left_padding.device)
-    return (left_padding[:, None] + steps).clamp(max=end)
 
 
 def _padding(mask: torch.Tensor, seen: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -280,13 +265,3 @@ def _run_of(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     first = mask.int().argmax(1, keepdim=True)
     at = torch.arange(mask.shape[1], device=mask.device)
     return first, (at >= first) & (at < first + mask.sum(1, keepdim=True))
-
-
-def _document_boundaries(
-    starts: list[torch.Tensor], batch_size: int, end: int, device: torch.device
-) -> torch.Tensor:
-    """Boundaries [B, n] from all `starts`, up to and including `end`. Because of the end, the
-    attention does not mistake them for the number of each token's document."""
-    zero = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
-    inner = (s.expand(batch_size, -1) for s in starts)
-    return torch.cat([zero, *inner, zero + end], 1).sort(1).values

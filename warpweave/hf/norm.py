@@ -110,10 +110,8 @@ def _norm_forward(form: NormForm, module: Any, hidden_states: torch.Tensor) -> A
 
 def _of_few(form: NormForm, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Compute a norm of a `few` elements in few operators; use the original if dtypes round.
-
     RMSNorm is LayerNorm of [x, -x], whose mean is 0. For one row, that takes two thirds of the time
-    of `torch.rms_norm`, which calls seven operators.
-    """
+    of `torch.rms_norm`, which calls seven operators."""
     weight: torch.Tensor | None = module._parameters.get("weight")
     if weight is None or weight.dtype != x.dtype or x.dtype not in WIDE:
         return original(module)(x)
@@ -138,11 +136,9 @@ def _eps_names(module: nn.Module) -> list[str | float]:
 
 
 def _width(module: nn.Module) -> int | None:
-    weight = getattr(module, "weight", None)
-    if weight is not None:
-        return weight.shape[0]
-    shape = getattr(module, "normalized_shape", None)
-    return shape[-1] if isinstance(shape, (tuple, list, torch.Size)) and len(shape) == 1 else None
+    weight, shape = getattr(module, "weight", None), getattr(module, "normalized_shape", None)
+    shape = weight.shape[:1] if weight is not None else shape
+    return shape[0] if isinstance(shape, (tuple, list)) and len(shape) == 1 else None
 
 
 def _answers(

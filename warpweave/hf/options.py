@@ -35,10 +35,8 @@ class Spread(NamedTuple):
 
 
 class Replicas(NamedTuple):
-    """Configuration that tells transformers' Trainer that ranks share a model.
-
-    The Trainer then gives these ranks the same tokens, wraps nothing and lets all of them save.
-    """
+    """Configuration that tells transformers' Trainer that ranks share a model. The Trainer then
+    gives these ranks the same tokens, wraps nothing and lets all of them save."""
 
     tp_size: int  # number of ranks that share one replica, over tensor and context ranks
     replicas: int  # number of data ranks
@@ -49,10 +47,8 @@ class Replicas(NamedTuple):
 
     @property
     def dp_size(self) -> int:
-        """The number of data ranks that a Trainer supports: one.
-
-        Raises ValueError if there are more, or if accelerate does not support the device.
-        """
+        """The number of data ranks that a Trainer supports: one. Raises ValueError if there are
+        more, or if accelerate does not support the device."""
         recipe = "write your own training loop (docs/from_hugging_face.md)"
         if self.replicas > 1:
             raise ValueError(

@@ -11,10 +11,8 @@ sharded like their parameters.
                         context-parallel attention (`parallel.context`); each rank computes the loss
                         of some tokens
 
-LoRA adapters compute over ranks (`adapters`). Other modules that enter the layers later get their
-gradients summed over the ranks (`entered`). Hooks on layers see whole tokens, because tokens are
-sharded and gathered inside the layers' forwards (`plan.Tokens.forwards`). Hooks and forwards that
-would see one rank's part are refused (`untouched`).
+`adapters` lets LoRA compute over ranks, `entered` sums the gradients of other modules that enter
+the layers later, and `untouched` refuses hooks and forwards that would see one rank's part.
 
 A module with several column-parallel layers (queries, keys and values, or gate and up) gathers its
 input once for all of them. The collectives of a single column-parallel layer, and of every
@@ -71,10 +69,8 @@ def spread_model(
     model: Any, spread: Spread, inputs: dict[str, torch.Tensor], report: Report
 ) -> Watch:
     """Shard an applied model over the tensor and context ranks; return what watches its layers.
-
     Raises ValueError, naming module and reason, if that is not possible. To undo it, call
-    `join_parameters`, then `warpweave.hf.changes.undo` of every module.
-    """
+    `join_parameters`, then `warpweave.hf.changes.undo` of every module."""
     mesh, changes = spread.mesh, changes_of(model)
     tp = mesh.size("tp")
     names = {m: n for n, m in model.named_modules()}

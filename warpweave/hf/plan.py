@@ -70,10 +70,8 @@ class Tokens:
         return self.always or (self.divisor > 1 and (self.active or torch.is_grad_enabled()))
 
     def dim(self, module: nn.Module, x: torch.Tensor) -> int | None:
-        """The dim of a module's x[B, S, ...] that is sharded over the tensor ranks, or None.
-
-        Raises ValueError unless x has three dims, since dim 1 would not be the sequence.
-        """
+        """The dim of a module's x[B, S, ...] that is sharded over the tensor ranks, or None. Raises
+        ValueError unless x has three dims, since dim 1 would not be the sequence."""
         if not (self.sequence_parallel and self.are_cut()):
             return None
         if x.ndim != 3:
@@ -133,8 +131,6 @@ class Tokens:
             layout = self.layout(x.shape[1])
             x = layout.unshard(x.chunk(layout.parts, 1), dim=1)
         return (x, *out[1:]) if isinstance(out, tuple) else x
-
-    # ------------------------------------------------------------ between layers
 
     def forwards(self, layers: list[Any]) -> list[MethodType]:
         """New forwards of the layers, which pass sharded tokens to each other.
@@ -203,11 +199,9 @@ def hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> tuple[torch.T
 
 
 class Column(ColwiseParallel):
-    """A column-parallel linear layer of x[B, S, E], whose tokens may be sharded.
-
-    `inside`: the enclosing module has already gathered x, see `take_input`. The output features are
-    `blocks` equal blocks, each of which is sharded; with several blocks, the bias is replicated.
-    """
+    """A column-parallel linear layer of x[B, S, E], whose tokens may be sharded. `inside`: the
+    enclosing module has already gathered x, see `take_input`. The output features are `blocks`
+    equal blocks, each of which is sharded; with several blocks, the bias is replicated."""
 
     def __init__(
         self, tokens: Tokens, *, inside: bool = False, blocks: int = 1, **options: Any

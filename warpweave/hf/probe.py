@@ -50,11 +50,9 @@ def quietly(model: nn.Module, *, training: bool = False) -> Iterator[None]:
 
 
 def takes_more(module: nn.Module) -> str | None:
-    """The reason not to replace a module whose forward has more inputs than hidden states.
-
-    A probe without such an input (a gate, for example) would not see its effect. None if the
-    forward has no other input.
-    """
+    """The reason not to replace a module whose forward has more inputs than hidden states. A probe
+    without such an input (a gate, for example) would not see its effect. None if the forward has no
+    other input."""
     _, _, *more = inspect.signature(type(module).forward).parameters
     return f"its forward also accepts {', '.join(more)}" if more else None
 

@@ -6,8 +6,7 @@ these when both forwards are compared. `changed` compares the record with the cu
 detects hooks that would not fire. In these cases, the original forward runs, so a change,
 replacement or hook made after `apply` has the same effect as without `apply`.
 
-The comparison is a dozen identity checks. Nothing waits for a device, and compilers guard on the
-same objects.
+It is a dozen identity checks that wait for no device; compilers guard on the same objects.
 """
 
 from __future__ import annotations
@@ -169,9 +168,6 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _equal(a: Any, b: Any) -> bool:
     """Compare numbers, strings and containers by value; other objects equal only themselves."""
     return type(a) is type(b) and isinstance(a, (int, float, str, tuple, *_MUTABLE)) and a == b
-
-
-# ---------------------------------------------------------------- fields of a configuration
 
 
 @contextmanager

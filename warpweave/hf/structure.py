@@ -19,11 +19,9 @@ from warpweave.hf.probe import kind_of, noise, quietly
 
 
 class CutPart(NamedTuple):
-    """A module to be sharded, and its linear layers.
-
-    Each of the column-parallel layers has a number of equal blocks of its features (3 if queries,
-    keys and values are concatenated). Each block is sharded.
-    """
+    """A module to be sharded, and its linear layers. Each of the column-parallel layers has a
+    number of equal blocks of its features (3 if queries, keys and values are concatenated). Each
+    block is sharded."""
 
     kind: str  # "attention" or "mlp"
     module: nn.Module
@@ -46,11 +44,9 @@ class CutPart(NamedTuple):
 def find_parts(
     model: nn.Module, inputs: dict[str, torch.Tensor], ranks: int
 ) -> tuple[list[CutPart], dict[str, str]]:
-    """The modules of an applied model that `ranks` can share, in order.
-
-    Also returns the feed-forward modules that cannot be sharded, by name with the reason. Raises
-    ValueError, naming module and reason, if an attention cannot be sharded.
-    """
+    """The modules of an applied model that `ranks` can share, in order. Also returns the
+    feed-forward modules that cannot be sharded, by name with the reason. Raises ValueError, naming
+    module and reason, if an attention cannot be sharded."""
     names = {module: name for name, module in model.named_modules()}
     calls = _attention_calls(model, inputs)
     if not calls:
@@ -79,10 +75,9 @@ def find_parts(
     return [found[m] for m in names if m in found], kept
 
 
-# ---------------------------------------------------------------- attention
-
-
-_Call = tuple[tuple, dict[str, Any]]  # args and kwargs
+class _Call(NamedTuple):
+    args: tuple
+    kwargs: dict[str, Any]
 
 
 def _attention_calls(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[nn.Module, _Call]:
@@ -90,7 +85,7 @@ def _attention_calls(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[
     seen: dict[nn.Module, _Call] = {}
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        seen[module] = args, kwargs
+        seen[module] = _Call(args, kwargs)
 
     with ExitStack() as hooks, quietly(model), attention.callers(model) as callers:
         for module in model.modules():
@@ -101,7 +96,6 @@ def _attention_calls(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[
 
 def _attention_part(module: nn.Module, call: _Call, ranks: int) -> CutPart:
     """The part for a module that calls the attention once; observes one more call of it."""
-    args, kwargs = call
     linears = [m for m in module.modules() if isinstance(m, (nn.Linear, mlp.Conv1D))]
     if not all(map(mlp.is_plain_linear, linears)):
         raise ValueError("its linear layers are quantized, wrapped or hooked")
@@ -124,7 +118,7 @@ def _attention_part(module: nn.Module, call: _Call, ranks: int) -> CutPart:
     with ExitStack() as hooks, quietly(module), torch.enable_grad(), watch:
         for part in (*linears, *wide):
             hooks.enter_context(part.register_forward_hook(note))
-        module(*args, **kwargs)
+        module(*call.args, **call.kwargs)
     made = {c: before[normed.get(c, c)] for c in before if c not in wide}
     if len(seen) != 1 or len(after) != 1 or len(made) + 1 != len(linears):
         raise ValueError(

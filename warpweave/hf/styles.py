@@ -45,9 +45,6 @@ from warpweave.hf.plan import Column, Row, Tokens, hidden_states, take_input
 from warpweave.layers.sharding.dtensor import use_local
 from warpweave.layers.sharding.styles import ColwiseParallel, RowwiseParallel, Style
 
-# ---------------------------------------------------------------- 1. styles
-
-
 _STYLED = "_warpweave_styled"  # set on a module that has one of these styles
 
 
@@ -200,17 +197,17 @@ def _words(model: Any, sequence_parallel: bool, ending: str) -> dict[str, str]:
     parametrised = _parametrised(model)
     for name, word in theirs.items():
         inside = _LAYERS in name
-        if inside and word in _KNOWN and name not in parametrised and not sequence_parallel:
+        if inside and word in _KNOWN and name not in parametrised:
+            if sequence_parallel:
+                raise ValueError(
+                    f"{name}: the tp_plan shards a single parameter, which warpweave's styles do "
+                    "not support with sequence parallelism"
+                )
             continue  # a parameter of experts, which keeps transformers' style
         if word in _HEADS:
             ours[name] = f"{WORD}gather_colwise{ending}"
         elif word == "embedding_rowwise":
             ours[name] = f"{WORD}embedding_rowwise"
-        elif inside and word in _KNOWN and name not in parametrised:
-            raise ValueError(
-                f"{name}: the tp_plan shards a single parameter, which warpweave's styles do not "
-                "support with sequence parallelism"
-            )
         elif word == "colwise" and inside:
             columns.setdefault(name.rpartition(".")[0], []).append(name)
         elif word == "rowwise" and inside:

@@ -49,11 +49,9 @@ class _Own(NamedTuple):
 
 
 class Untouched:
-    """Watch the hooks and forwards of a spread model.
-
-    `layers` are the model's, in order, `parts` its attention and feed-forward modules that are
-    sharded, and `styled` its modules with sharded parameters.
-    """
+    """Watch the hooks and forwards of a spread model. `layers` are the model's, in order, `parts`
+    its attention and feed-forward modules that are sharded, and `styled` its modules with sharded
+    parameters."""
 
     def __init__(
         self, model: Any, layers: list[nn.Module], parts: list[CutPart],
@@ -125,7 +123,11 @@ class Untouched:
                 f"{name}: a {hook} would see one rank's {part}; hook the layer that holds the "
                 f"module, or {_REVERT}"
             )
-        if own is not None and _has_new_forward(module, own):
+        if own is None:
+            return
+        forward = module.__dict__.get("forward")
+        same = type(module) is not own.kind or own.kind.forward is own.of_class
+        if not same or (forward is not own.forward and seen.is_from_outside(forward)):
             raise ValueError(
                 f"{own.name}: its forward was replaced, but would compute with only one rank's "
                 f"{part}; {_REVERT}"
@@ -150,12 +152,6 @@ class Untouched:
             )
 
 
-def _has_new_forward(module: nn.Module, own: _Own) -> bool:
-    forward = module.__dict__.get("forward")
-    same = type(module) is not own.kind or own.kind.forward is own.of_class
-    return not same or (forward is not own.forward and seen.is_from_outside(forward))
-
-
 def _stack_of(model: nn.Module, layers: list[nn.Module]) -> tuple[nn.Module, str]:
     """The module that holds the list of layers, and the name of that list."""
     for module in model.modules():
@@ -163,9 +159,6 @@ def _stack_of(model: nn.Module, layers: list[nn.Module]) -> tuple[nn.Module, str
             if isinstance(child, nn.ModuleList) and [*child] == layers:
                 return module, name
     raise AssertionError("no nn.ModuleList holds exactly the layers that apply found")
-
-
-# ---------------------------------------------------------------- unsupported operations
 
 
 def refuse_copies(model: Any, modules: Collection[nn.Module], spread: Spread) -> None:
