@@ -106,11 +106,10 @@ class Attention(nn.Module):
         self.records: dict[str, ParamRecord] = {}
         self.register_parameter("sinks", None)
         if style.sinks:
-            cut = Cut("tp", 0, tp)
-            record = ParamRecord("sinks", (num_heads,), (cut,), init="zeros", decay=False)
-            self.records["sinks"] = record
+            cuts = (Cut("tp", 0, tp),)
+            record = ParamRecord("sinks", (num_heads,), cuts, init="zeros", decay=False)
             zeros = torch.zeros(record.local_shape, device=place.device, dtype=place.dtype)
-            self.sinks = nn.Parameter(zeros)
+            self.records["sinks"], self.sinks = record, nn.Parameter(zeros)
 
     def _head_norm(self, heads: int, place: Place) -> RMSNorm | ColumnParallelRMSNorm | None:
         """QK norm per query (or key) head, or over all of them; None if the style has none."""
@@ -141,8 +140,7 @@ class Attention(nn.Module):
             nn.init.zeros_(self.sinks)
 
     def context_costs(self, layout: SequenceLayout, batch: int) -> tuple[StrategyCost, ...]:
-        """The costs of each context-parallel strategy, and the choice of "auto"; see
-        ``parallel.context.explain``."""
+        """Costs of the context-parallel strategies, and the choice of "auto"; see `explain`."""
         sizes, strategy = self.mesh.sizes, self.strategy
         heads = self.num_heads // sizes.tp
         return explain(

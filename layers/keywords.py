@@ -26,10 +26,7 @@ def fields_as_keywords(
         unused: fields that the layer does not use and does not accept.
         records: keyword-only parameter of the constructor -> the frozen dataclass it expects.
     """
-    offered = {
-        parameter: [f for f in fields(record) if f.name not in unused]
-        for parameter, record in records.items()
-    }
+    offered = {name: [f for f in fields(r) if f.name not in unused] for name, r in records.items()}
 
     def decorate(init: Callable[..., None]) -> Callable[..., None]:
         public = _with_fields(inspect.signature(init), positional, offered)
@@ -58,10 +55,8 @@ def _with_fields(own: Signature, positional: tuple[str, ...], offered: dict) -> 
     parameters = own.parameters.values()
     first = [p for p in parameters if p.kind is not by_keyword]
     last = [p for p in parameters if p.kind is by_keyword and p.name not in offered]
-    whole = [
-        p.replace(default=None, annotation=f"{p.annotation} | None")
-        for p in map(own.parameters.__getitem__, offered)
-    ]
+    records = [own.parameters[name] for name in offered]
+    whole = [p.replace(default=None, annotation=f"{p.annotation} | None") for p in records]
     every = {f.name: f for of_record in offered.values() for f in of_record}
     options = []
     for name in dict.fromkeys((*positional, *every)):

@@ -42,7 +42,8 @@ class _ParallelLinear(nn.Module):
         tp = self.mesh.size("tp")
         cut = "in_features" if shard_dim else "out_features"
         check_divides(cut, in_features if shard_dim else out_features, tp)
-        shape, cuts = (out_features, in_features), (Cut("tp", shard_dim, tp),)
+        cuts: tuple[Cut, ...] = (Cut("tp", shard_dim, tp),)
+        shape = (out_features, in_features)
         weight = ParamRecord("weight", shape, cuts, init=init, matrices=matrices)
         self.records = {"weight": weight}
         self.weight = nn.Parameter(torch.empty(weight.local_shape, **factory))

@@ -251,7 +251,7 @@ def _attention_options(rank: int, mesh: Any) -> None:
     """Test dropout, and the causal mask with fewer queries than keys."""
     from torch.distributed.tensor import DTensor, Shard
 
-    from warpweave.layers.sharding.declare import _attention_rule
+    from warpweave.layers.sharding.rules import _attention_rule
 
     q, seen = DTensor.from_local(torch.randn(2, 3, 4, 5), mesh, [Shard(2)]), {}
 
@@ -275,7 +275,7 @@ def _uneven_attention(mesh: Any) -> None:
     """Test samples, heads or queries not divisible by the ranks: every rank holds all of them."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from warpweave.layers.sharding.declare import _attention_rule
+    from warpweave.layers.sharding.rules import _attention_rule
 
     x = torch.randn(3, 3, 5, 4)
     wanted = F.scaled_dot_product_attention(x, x, x, is_causal=True)

@@ -256,11 +256,8 @@ def _shard_activations(
 ) -> None:
     """Add hooks that give arguments and results of modules the layouts of their entries."""
     for name, module in model.named_modules():
-        named = {
-            key: place["argument"]
-            for key in entries
-            if (place := _PLACE.fullmatch(key)) and fnmatchcase(name, place["module"])
-        }
+        places = ((key, _PLACE.fullmatch(key)) for key in entries)
+        named = {k: p["argument"] for k, p in places if p and fnmatchcase(name, p["module"])}
         for argument in dict.fromkeys(named.values()):
             key = next(key for key, given in named.items() if given == argument)
             unused.pop(key, None)

@@ -106,10 +106,8 @@ def use_local(
         module._parameters.update(whole.pop(module, {}))
 
     vars(enter)["sums"] = sums
-    return [
-        module.register_forward_pre_hook(enter),
-        module.register_forward_hook(leave, always_call=True),
-    ]
+    after = module.register_forward_hook(leave, always_call=True)
+    return [module.register_forward_pre_hook(enter), after]
 
 
 def sums_of(module: nn.Module) -> dict[str, Groups]:

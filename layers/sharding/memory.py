@@ -293,11 +293,8 @@ class OneMemory(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name.startswith("_foreach_") and name.endswith("_"):  # does not advance versions itself
             torch.autograd.graph.increment_version(args[0])
-        written = {
-            id(_root_of(x)): x
-            for x, version in zip(tensors, before, strict=True)
-            if _version(x) != version
-        }
+        versions = zip(tensors, before, strict=True)
+        written = {id(_root_of(x)): x for x, version in versions if _version(x) != version}
         if len(written) > 1:
             _check_apart(func, [*written.values()])
         for x in written.values():

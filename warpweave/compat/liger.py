@@ -108,8 +108,8 @@ class LigerLayerNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """x[..., E] -> y[..., E]."""
-        y = layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
-        return cast(Tensor, y)
+        eps = self.variance_epsilon
+        return cast(Tensor, layer_norm(hidden_states, self.weight, self.bias, eps))
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}"

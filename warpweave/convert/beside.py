@@ -108,8 +108,7 @@ def special_tokens(
     small.
     """
     ids: dict[str, int | None] = dict.fromkeys(f"{kind}_token_id" for kind in _KINDS)
-    if separator is not None:
-        ids["eos_token_id"] = separator
+    ids["eos_token_id"] = separator
     if "tokenizer.json" not in files:
         return ids
     from tokenizers import Tokenizer

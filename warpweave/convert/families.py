@@ -95,11 +95,8 @@ def write_config(config: GPTConfig, kind: str | None = None) -> tuple[str, dict[
         if found == wanted:
             return name, {"architectures": [FAMILIES[name].architecture], **written}
         theirs, ours = (asdict(which) for which in (found, wanted))
-        others = [
-            f"{field} = {reprlib.repr(theirs[field])} (not {reprlib.repr(ours[field])})"
-            for field in ours
-            if theirs[field] != ours[field]
-        ]
+        differ = [name for name in ours if theirs[name] != ours[name]]
+        others = [f"{n} = {reprlib.repr(theirs[n])} (not {reprlib.repr(ours[n])})" for n in differ]
         misses.append((len(others), f"{name} with {', '.join(others)}"))
     tried = ", ".join(FAMILIES) if kind is None else kind
     nearest = min(misses, key=lambda miss: miss[0])[1]
@@ -205,11 +202,8 @@ def _read_phi3(c: Mapping[str, Any]) -> GPTConfig:
     window = c.get("sliding_window")
     if read_rope(c)[1] is not None:
         raise ConvertError("RoPE scaling of phi3 models is not supported")
-    return _read_rotary(
-        {k: v for k, v in c.items() if k != "head_dim"}
-        | {"rms_norm_eps": given(c, "rms_norm_eps", 1e-5)},
-        windows=() if window is None else (window,),
-    )
+    c = {**c, "rms_norm_eps": given(c, "rms_norm_eps", 1e-5), "head_dim": None}
+    return _read_rotary(c, windows=() if window is None else (window,))
 
 
 def _write_phi3(c: GPTConfig) -> dict[str, Any]:
@@ -344,12 +338,8 @@ def _write_gemma3(c: GPTConfig) -> dict[str, Any]:
 
 def _read_olmo2(c: Mapping[str, Any]) -> GPTConfig:
     expect(c, "attention_bias", False)
-    return _read_rotary(
-        {**c, "rms_norm_eps": given(c, "rms_norm_eps", 1e-5)},
-        norm_place="post",
-        qk_norm=True,
-        qk_norm_whole=True,
-    )
+    c = {**c, "rms_norm_eps": given(c, "rms_norm_eps", 1e-5)}
+    return _read_rotary(c, norm_place="post", qk_norm=True, qk_norm_whole=True)
 
 
 _ROTARY = {

@@ -182,10 +182,8 @@ def _check_names(
     """Return the places under the whole model's names; raise an error unless they fit the rules."""
     if not any(name.startswith(family.base) for name in places):  # a bare base model
         heads = f"{family.modules['head'][0]}."
-        places = {
-            name if name.startswith(heads) else family.base + name: place
-            for name, place in places.items()
-        }
+        whole = [n if n.startswith(heads) else family.base + n for n in places]
+        places = dict(zip(whole, places.values(), strict=True))
     shapes = {name: shape for rule in rules.values() for name, shape in rule.shapes.items()}
     for name, shape in shapes.items():
         if name not in places:

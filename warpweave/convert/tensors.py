@@ -49,11 +49,8 @@ class TensorRule:
         """Return their tensors by name, made from ours."""
         if self.order is not None:
             ours = ours[self.order().argsort()]
-        parts = ours.split(self.rows)
-        return {
-            name: (part.T if self.transposed else part).contiguous()
-            for name, part in zip(self.shapes, parts, strict=True)
-        }
+        parts = (part.T if self.transposed else part for part in ours.split(self.rows))
+        return {n: part.contiguous() for n, part in zip(self.shapes, parts, strict=True)}
 
 
 def rules_of(config: GPTConfig, family: Family) -> dict[str, TensorRule]:

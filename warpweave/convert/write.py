@@ -73,6 +73,7 @@ def to_hf(
     folder = Path(folder)
     state: Mapping[str, Any] = {}
     places = [] if like is None else [Path(like)]
+    tensors: Iterator[tuple[str, Tensor]]
     if isinstance(model, (str, Path)):
         saved = open_checkpoint(find_step(Path(model)) or model)
         config, group, state = GPTConfig(**saved.config), None, saved.state

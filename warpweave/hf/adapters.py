@@ -51,9 +51,6 @@ class _Entered(NamedTuple):
     parts: list[Any]
 
 
-# ---------------------------------------------------------------- 1. finding adapters
-
-
 def is_wrapper(module: Any) -> bool:
     """Return True if a module wraps a linear layer or an embedding, as peft's adapters do."""
     return isinstance(getattr(module, "_modules", {}).get("base_layer"), _BASES)
@@ -81,12 +78,7 @@ def is_current(wrapper: nn.Module) -> bool:
 @contextmanager
 def taken_out(model: nn.Module) -> Iterator[None]:
     """Replace every wrapper by the layer it wraps, within the context."""
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent._modules.items()
-        if is_wrapper(child)
-    ]
+    found = [(m, n, c) for m in model.modules() for n, c in m._modules.items() if is_wrapper(c)]
     for parent, name, wrapper in found:
         parent._modules[name] = wrapped(wrapper)
     try:
@@ -106,9 +98,6 @@ def _adapters_in(wrapper: Any) -> list[Any]:
     modules = wrapper._modules
     found = [*getattr(modules.get("lora_A"), "_modules", {}).values()]
     return found + [*getattr(modules.get("lora_embedding_A"), "_parameters", {})]
-
-
-# ---------------------------------------------------------------- 2. entering
 
 
 def enter(wrapper: Any, name: str, tp: Any, shared: Groups) -> list[tuple[str, nn.Parameter]]:
@@ -212,10 +201,7 @@ def _add_features(tokens: Tokens, tp: Any, a: nn.Module, _: tuple, h: torch.Tens
 
 def _gather_taken(tokens: Tokens, tp: Any, b: nn.Module, args: tuple) -> tuple:
     """Gather h of all tokens, for the features of a column-parallel layer's output."""
-    return (take_input(tokens, b, *args, tp),)
-
-
-# ---------------------------------------------------------------- 3. whole tensors
+    return (take_input(tokens, b, args[0], tp),)
 
 
 def _put_together(base: Any, a: Any, b: Any, name: str) -> None:

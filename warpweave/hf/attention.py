@@ -90,15 +90,11 @@ def attention_forward(
         return _attend_plainly(query, key, value, attention_mask, visible, scaling), None
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     options = {
-        "causal": visible.causal,
-        "window": visible.window,
+        "causal": visible.causal, "window": visible.window,
         "documents": None if visible.documents is None else visible.documents.to(query.device),
-        "scale": scaling,
-        "softcap": softcap,
-        "sinks": s_aux,
-        "dropout": dropout,
+        "scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout": dropout,
         "dropout_seed": int(torch.randint(2**62, ())) if dropout else 0,
-    }
+    }  # fmt: skip
     o: Any
     if across is None:
         runs = {"q_runs": (visible.q_run,), "k_runs": (visible.k_run,)}

@@ -78,8 +78,6 @@ class Watch:
         first = stack if stack is not self.model else self.layers[0]
         changes_of(first).hooks.append(first.register_forward_pre_hook(self._first))
 
-    # ------------------------------------------------------------ 1. the current modules
-
     def look(self) -> None:
         """Let new modules compute over ranks, or raise ValueError with their name."""
         entered: list[tuple[str, nn.Parameter]] = []
@@ -148,8 +146,6 @@ class Watch:
                 found += (*own[kind], kind)
             rest += (child for child in own["_modules"].values() if child is not None)
         return found
-
-    # ------------------------------------------------------------ 2. during every call
 
     @torch.compiler.disable
     def adapt(self, wrapper: Any) -> bool:
@@ -226,8 +222,6 @@ class Watch:
     def _walks(self) -> bool:
         """Return True if the graph of the current forward must be walked through."""
         return self.unchecked and torch.is_grad_enabled()
-
-    # ------------------------------------------------------------ 3. gradients without a sum
 
     def _refuse(self, nodes: Iterator[tuple[Any, frozenset]]) -> None:
         """Raise ValueError if a parameter's gradient at these nodes would miss something."""

@@ -288,8 +288,8 @@ def _forms(inner: dict[str, Any], activation: str, drops: tuple[str, ...]) -> li
             orders = ("gate, up", "up, gate")
             found += [MLPForm(activation, others[0], down, fused=order) for order in orders]
         elif len(others) == 2 and all(out[n] == F_ for n in others):
-            orders = (others, others[::-1])
-            found += [MLPForm(activation, up, down, gate=gate) for gate, up in orders]
+            pairs = (others, others[::-1])
+            found += [MLPForm(activation, up, down, gate=gate) for gate, up in pairs]
     found = [f for f in found if f.plain or activation in _GATED]
     inside = [f._replace(inside=drops) for f in found if drops and not f.plain]
     return [f._replace(after=drops) for f in found] + inside

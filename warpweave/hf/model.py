@@ -149,17 +149,13 @@ def _check_mesh(
     check_strategy(strategy)
     if mesh.size("tp") == mesh.size("cp") == 1:
         return None
+    name, given = type(model).__name__, ", ".join(sorted(kinds))
     if mesh.size("pp") > 1:
-        raise ValueError(
-            f"{type(model).__name__}: apply does not support pipeline stages; use pp = 1"
-        )
+        raise ValueError(f"{name}: apply does not support pipeline stages; use pp = 1")
     if _transformers_model(model) is None:
-        raise ValueError(f"apply(mesh=...) needs a transformers model, got {type(model).__name__}")
+        raise ValueError(f"apply(mesh=...) needs a transformers model, got {name}")
     if "attention" not in kinds:
-        raise ValueError(
-            f"{type(model).__name__}: with a mesh, `only` must include attention, got "
-            f"{', '.join(sorted(kinds))}"
-        )
+        raise ValueError(f"{name}: with a mesh, `only` must include attention, got {given}")
     return Spread(mesh, sequence_parallel and mesh.size("tp") > 1, overlap, strategy)
 
 
@@ -247,11 +243,9 @@ def _patch_module(
     module: nn.Module, find: Callable[[Any], Form | str], forms: dict[tuple, Form | str]
 ) -> Form | str:
     """Patch a module with its form, if there is one; `forms` caches the forms of known kinds."""
-    kind = kind_of(module)
-    if kind not in forms:
+    if (kind := kind_of(module)) not in forms:
         forms[kind] = find(module)
-    form = forms[kind]
-    if not isinstance(form, str):
+    if not isinstance(form := forms[kind], str):
         patch(module, form)
     return form
 

@@ -127,10 +127,8 @@ def _of_few(form: NormForm, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def _eps_names(module: nn.Module) -> list[str | float]:
     """The attributes of the module that may be its eps."""
-    names: list[str | float] = [
-        name for name, value in vars(module).items()
-        if isinstance(value, float) and 0 <= value < 0.1
-    ]  # fmt: skip
+    floats = {n: v for n, v in vars(module).items() if isinstance(v, float)}
+    names: list[str | float] = [n for n, v in floats.items() if 0 <= v < 0.1]
     # An eps that is hard-coded in the forward, as in OLMo's norm.
     return names if names or not hasattr(module, "normalized_shape") else [1e-5]
 

@@ -174,12 +174,8 @@ def _cut(model: Any, parts: list[structure.CutPart], plan: _Plan, spread: Spread
     if tp == 1:
         return
     mesh = mesh["tp"]
-    cuts: dict[Any, Placement] = {
-        p: style.placement(module, name)
-        for module, style in plan.items()
-        for name, p in module._parameters.items()
-        if p is not None
-    }
+    held = ((m, n, p) for m in plan for n, p in m._parameters.items() if p is not None)
+    cuts: dict[Any, Placement] = {p: plan[m].placement(m, n) for m, n, p in held}
     for part in parts:
         if part.sinks is not None:
             cuts[part.sinks] = Shard(0)
@@ -308,12 +304,8 @@ def join_parameters(model: nn.Module) -> None:
     """All-gather the parameters of a model if `spread_model` has sharded it."""
     if known(model, Spread) is None:
         return
-    found = {
-        p: nn.Parameter(whole(p.detach()), p.requires_grad)
-        for p in model.parameters()
-        if isinstance(p, DTensor)
-    }
-    replace_parameters(model, found)
+    cut = [p for p in model.parameters() if isinstance(p, DTensor)]
+    replace_parameters(model, {p: nn.Parameter(whole(p.detach()), p.requires_grad) for p in cut})
 
 
 def _head_of(model: Any) -> Any:
@@ -330,6 +322,5 @@ def _layers(model: nn.Module, parts: list[structure.CutPart]) -> list[nn.Module]
         held = [[m for m in layer.modules() if m in callers] for layer in module]
         if all(held) and sum(map(len, held)) == len(callers):
             return list(module)
-    raise ValueError(
-        f"{type(model).__name__}: no list of layers contains all of its attention modules"
-    )
+    kind = type(model).__name__
+    raise ValueError(f"{kind}: no list of layers contains all of its attention modules")

@@ -39,16 +39,13 @@ class Form(Protocol):
     ``str()`` gives its description in a report."""
 
     @property
-    def live(self) -> tuple[str, ...]:
-        """The attributes and children of the module that `forward` reads or calls."""
+    def live(self) -> tuple[str, ...]: ...  # attributes and children that `forward` reads or calls
 
     @property
-    def fields(self) -> seen.Fields:
-        """The fields of the configuration that the module's own forward read."""
+    def fields(self) -> seen.Fields: ...  # of the configuration, that the module's own forward read
 
     @property
-    def forward(self) -> Callable:
-        """A forward that computes the form: a plain function of the module and the arguments."""
+    def forward(self) -> Callable: ...  # a plain function of the module and the arguments
 
 
 class _Original(NamedTuple):

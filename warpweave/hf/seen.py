@@ -69,12 +69,9 @@ def look(
         attributes.append((part, "forward", part.__dict__.get("forward")))
     found = Seen(
         tuple((m, n, copy.copy(v) if isinstance(v, _MUTABLE) else v) for m, n, v in attributes),
-        tuple(children),
-        tuple((part, type(part).forward) for part in (module, *bypassed)),
-        tuple((n, p is not None) for n, p in module._parameters.items()),
-        bypassed,
-        fields,
-    )
+        tuple(children), tuple((part, type(part).forward) for part in (module, *bypassed)),
+        tuple((n, p is not None) for n, p in module._parameters.items()), bypassed, fields,
+    )  # fmt: skip
     changes.note(module, found)
 
 

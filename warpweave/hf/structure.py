@@ -151,12 +151,9 @@ def _attention_part(module: nn.Module, call: _Call, ranks: int) -> CutPart:
 def _wide_norms(module: nn.Module, linears: list[Any]) -> list[nn.Module]:
     """RMSNorms whose weight is as wide as a linear layer's output."""
     widths = {mlp.out_features(linear) for linear in linears}
-    return [
-        m
-        for m in module.modules()
-        if norm.is_norm_candidate(m) and isinstance(form := norm.find_norm_form(m), norm.NormForm)
-        and not form.layer and m.weight is not None and len(m.weight) in widths
-    ]  # fmt: skip
+    forms = {m: norm.find_norm_form(m) for m in module.modules() if norm.is_norm_candidate(m)}
+    rms = [m for m, form in forms.items() if isinstance(form, norm.NormForm) and not form.layer]
+    return [m for m in rms if m.weight is not None and len(m.weight) in widths]
 
 
 def _blocks_of_heads(y: torch.Tensor, heads: tuple[torch.Tensor, ...], ranks: int) -> int:

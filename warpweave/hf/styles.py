@@ -148,8 +148,6 @@ for _word, _layer in _STYLES.items():
     ALL_PARALLEL_STYLES.register(WORD + _word, _layer)
 
 
-# ---------------------------------------------------------------- 2. plans
-
 # Styles of transformers that have a counterpart of ours.
 _HEADS = ("colwise_gather_output", "colwise_rep")
 _KNOWN = ("colwise", "rowwise", "replicated_with_grad_allreduce")
