@@ -47,6 +47,7 @@ class _ParallelLinear(nn.Module):
         weight = ParamRecord("weight", shape, cuts, init=init, matrices=matrices)
         self.records = {"weight": weight}
         self.weight = nn.Parameter(torch.empty(weight.local_shape, **factory))
+        self.register_parameter("bias", None)
         if bias:
             # A row-parallel bias is added after the sum over ranks; with sequence parallelism each
             # rank adds it to its own tokens, so that its gradient is a partial sum.
@@ -56,8 +57,6 @@ class _ParallelLinear(nn.Module):
             record = ParamRecord("bias", (out_features,), cuts, partial, init="zeros", decay=False)
             self.records["bias"] = record
             self.bias = nn.Parameter(torch.empty(record.local_shape, **factory))
-        else:
-            self.register_parameter("bias", None)
         self.reset_parameters()
 
     @torch.no_grad()

@@ -138,9 +138,8 @@ def explain_sharding(model: nn.Module) -> Iterator[Explanation]:
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     sharded = {name: x for name, x in held.items() if isinstance(x, DTensor)}
     if not sharded:
-        raise ValueError(
-            f"no parameter or buffer of {type(model).__name__} is a DTensor; shard the model first"
-        )
+        kind = type(model).__name__
+        raise ValueError(f"no parameter or buffer of {kind} is a DTensor; shard the model first")
     seen = Explanation()
     seen.layouts |= {name: _layout(x) for name, x in sharded.items()}
     listener = _Listener(seen, next(iter(sharded.values())).device_mesh)

@@ -283,9 +283,6 @@ def flash_attn_with_kvcache(
     return (o, lse) if return_softmax_lse else o
 
 
-# ---------------------------------------------------------------- shared helpers
-
-
 def _attend_at_the_end(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: Window, options: dict,
     first: Tensor | None = None,

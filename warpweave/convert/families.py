@@ -17,28 +17,17 @@ from warpweave.model.config import GPTConfig
 
 @dataclass(frozen=True)
 class Family:
-    """A model family of transformers.
+    """A model family of transformers."""
 
-    Attributes:
-        architecture: its class for causal language modeling.
-        read: config.json's fields -> `GPTConfig`.
-        write: `GPTConfig` -> the fields that this family can express.
-        modules: our module's name -> theirs, concatenated in this order; names inside a block omit
-            the block's prefix.
-        blocks: that prefix, with a placeholder for the block's number.
-        base: the prefix of everything but the head; files of a bare base model omit it.
-        transposed: our modules whose weights they store as (in, out).
-        unused: suffixes of tensors that are not parameters.
-    """
-
-    architecture: str
-    read: Callable[[Mapping[str, Any]], GPTConfig]
-    write: Callable[[GPTConfig], dict[str, Any]]
+    architecture: str  # its class for causal language modeling
+    read: Callable[[Mapping[str, Any]], GPTConfig]  # config.json's fields -> `GPTConfig`
+    write: Callable[[GPTConfig], dict[str, Any]]  # -> the fields that this family can express
+    # our module's name -> theirs, concatenated in this order; in a block, without its prefix
     modules: Mapping[str, tuple[str, ...]]
-    blocks: str
-    base: str
-    transposed: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
+    blocks: str  # the prefix of a block, with a placeholder for its number
+    base: str  # the prefix of everything but the head; files of a bare base model omit it
+    transposed: tuple[str, ...] = ()  # our modules whose weights they store as (in, out)
+    unused: tuple[str, ...] = ()  # suffixes of tensors that are not parameters
 
 
 def read_config(fields: Mapping[str, Any]) -> tuple[str, GPTConfig]:

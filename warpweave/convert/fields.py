@@ -22,13 +22,11 @@ def read_json(path: Path, kind: Any = dict) -> Any:
     """Return the content of a JSON file of a model's folder, of a type that `structure` knows."""
     if not os.path.exists(path):  # False for a name that is too long, where Path.exists raises
         name = path.parent
-        text = f"{name} is not a transformers model: it has no {path.name}"
-        if not os.path.exists(name):
-            text = f"{name} does not exist"
-            if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
-                text += "; if it is a Hub model, download it first: "
-                text += f"hf download {name} --local-dir FOLDER"
-        raise ConvertError(text)
+        if os.path.exists(name):
+            raise ConvertError(f"{name} is not a transformers model: it has no {path.name}")
+        hint = f"; if it is a Hub model, download it first: hf download {name} --local-dir FOLDER"
+        on_hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name))
+        raise ConvertError(f"{name} does not exist" + (hint if on_hub else ""))
     try:
         return structure(kind, read_document(path), f"{path}: ")
     except ValueError as error:
@@ -39,9 +37,8 @@ def expect(fields: Mapping[str, Any], name: str, *values: Any) -> Any:
     """Return a field's value (the first of `values` if it is missing); require one of `values`."""
     value = fields.get(name, values[0])
     if value not in values:
-        raise ConvertError(
-            f"{name} = {value!r} is not supported; expected {' or '.join(map(str, values))}"
-        )
+        known = " or ".join(map(str, values))
+        raise ConvertError(f"{name} = {value!r} is not supported; expected {known}")
     return value
 
 

@@ -23,21 +23,13 @@ from warpweave.parallel.shard import ParamRecord
 
 @dataclass(frozen=True)
 class TensorRule:
-    """The mapping between one of our parameters and the tensors in their file.
+    """The mapping between one of our parameters and the tensors in their file."""
 
-    Attributes:
-        shape: the shape of our parameter.
-        shapes: their tensors, in the order in which rows are concatenated -> shape.
-        rows: the number of our rows that each tensor has.
-        order: the concatenated row that each of our rows is; None keeps their order.
-        transposed: they store (in, out).
-    """
-
-    shape: tuple[int, ...]
-    shapes: dict[str, tuple[int, ...]]
-    rows: tuple[int, ...]
-    order: Callable[[], Tensor] | None
-    transposed: bool
+    shape: tuple[int, ...]  # of our parameter
+    shapes: dict[str, tuple[int, ...]]  # their tensors, in the order of concatenation -> shape
+    rows: tuple[int, ...]  # the number of our rows that each tensor has
+    order: Callable[[], Tensor] | None  # the concatenated row that each of our rows is
+    transposed: bool  # they store (in, out)
 
     def pack(self, theirs: Callable[[str], Tensor]) -> Tensor:
         """Return our tensor, made from theirs by name."""

@@ -37,14 +37,10 @@ from warpweave.model.gpt import GPT
 
 
 def to_hf(
-    model: GPT | Engine | str | Path,
-    folder: str | Path,
-    *,
-    like: str | Path | None = None,
-    tokenizer: str | Path | None = None,
-    dtype: torch.dtype | None = None,
+    model: GPT | Engine | str | Path, folder: str | Path, *, like: str | Path | None = None,
+    tokenizer: str | Path | None = None, dtype: torch.dtype | None = None,
     shard_bytes: int = 5 << 30,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write a model as a folder that ``AutoModelForCausalLM.from_pretrained`` loads; return it.
 
     The folder also has a tokenizer that ``AutoTokenizer`` loads (if one is known),

@@ -20,17 +20,14 @@ _Fact = TypeVar("_Fact")
 class Changes:
     """The changes to one module.
 
-    Attributes:
-        before: (owner, name, value) for attributes that were set, on the module or an object that
-            belongs to it, such as its configuration. The previous value is in a tuple, which is
-            empty if there was none.
-        hooks: the handles of hooks.
-        facts: the facts, by their class.
+    `before` has (owner, name, value) for attributes that were set, on the module or an object that
+    belongs to it, such as its configuration. The value before is in a tuple, empty if there was
+    none.
     """
 
     before: list[tuple[Any, str, tuple]] = field(default_factory=list)
-    hooks: list[Any] = field(default_factory=list)
-    facts: dict[type, Any] = field(default_factory=dict)
+    hooks: list[Any] = field(default_factory=list)  # their handles
+    facts: dict[type, Any] = field(default_factory=dict)  # by their class
 
     def remember(self, owner: Any, name: str) -> None:
         """Remember an attribute's value for `undo`, unless a value is already remembered."""

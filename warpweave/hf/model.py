@@ -30,17 +30,11 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def apply(
-    model: _Model,
-    *,
-    only: Collection[str] | None = None,
-    dry: bool = False,
-    example: dict[str, torch.Tensor] | None = None,
-    mesh: ConnectedMesh | None = None,
-    sequence_parallel: bool = False,
-    overlap: str = "bulk",
-    strategy: Strategy | Links = "auto",
+    model: _Model, *, only: Collection[str] | None = None, dry: bool = False,
+    example: dict[str, torch.Tensor] | None = None, mesh: ConnectedMesh | None = None,
+    sequence_parallel: bool = False, overlap: str = "bulk", strategy: Strategy | Links = "auto",
     report: Report | None = None,
-) -> _Model:
+) -> _Model:  # fmt: skip
     """Replace the forwards of a model's modules by warpweave's if both agree on a probe.
 
     With `mesh`, also shard the model over its tensor and context ranks. One norm or feed-forward
