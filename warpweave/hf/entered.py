@@ -202,8 +202,8 @@ class Watch:
     @torch.compiler.disable
     def _enter_column(self, column: nn.Module, args: tuple) -> None:
         """Pre-hook of a column-parallel layer."""
-        cut = known(column, adapters.ShardedLayer)
-        if self._walks() and cut is not None and cut.inside:
+        cut = known(column, adapters.ShardedLayer) if self._walks() else None
+        if cut is not None and cut.inside:
             self._refuse(_nodes_inside(args, self.tp, ()))
 
     @torch.compiler.disable

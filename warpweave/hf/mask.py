@@ -145,7 +145,7 @@ def _mask_of(
     if starts or hidden is not None:
         zero = torch.zeros(batch_size, 1, dtype=torch.int64, device=like.device)
         inner = (s.expand(batch_size, -1) for s in starts)
-        # Because of the end, the attention does not mistake them for each token's document.
+        # With the end, these are never taken for the number of each token's document.
         documents = torch.cat([zero, *inner, zero + end], 1).sort(1).values
     if hidden is not None:
         first, stop = (at + k_run[0] for at in hidden)

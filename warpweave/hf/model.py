@@ -194,7 +194,7 @@ def _spread(
     if why is not None:
         raise ValueError(f"{type(model).__name__} cannot be spread over {spread.mesh.sizes}: {why}")
     if example is None:  # ranks can share its tokens; otherwise, the first forward is checked
-        with quietly(model), torch.enable_grad():  # every parameter gets a whole gradient
+        with quietly(model), torch.enable_grad():  # refuses a part of a gradient, see `entered`
             model(**inputs, use_cache=False)
     parallel.check_next_inputs(model, spread)
 

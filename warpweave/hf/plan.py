@@ -199,7 +199,7 @@ def hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> tuple[torch.T
 
 
 class Column(ColwiseParallel):
-    """A column-parallel linear layer of x[B, S, E], whose tokens may be sharded. `inside`: the
+    """A column-parallel linear layer of x[B, S, E], whose tokens may be sharded. With `inside`, the
     enclosing module has already gathered x, see `take_input`. The output features are `blocks`
     equal blocks, each of which is sharded; with several blocks, the bias is replicated."""
 
