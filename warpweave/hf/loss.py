@@ -40,7 +40,7 @@ from warpweave.hf.options import HeadVocabulary
 from warpweave.hf.patch import original, patch, unpatch
 from warpweave.hf.probe import agree, quietly
 from warpweave.layers.linear import has_hooks
-from warpweave.layers.sharding.dtensor import local, padded_rows
+from warpweave.layers.sharding.dtensor import local
 from warpweave.parallel.collectives import copy_to, group_size, own_slice, reduce_from, scatter
 from warpweave.parallel.tensor import vocab_parallel_linear_cross_entropy
 
@@ -137,7 +137,7 @@ def _with_columns(
     """x' and W' of a head with additional columns; if rows are sharded, this rank's rows."""
     weight, vocabulary = local(head.weight), vocabulary_of(head)
     if vocabulary is not None and vocabulary.cut:
-        weight = padded_rows(weight, vocabulary.size, group_size(vocabulary.group))
+        weight = vocabulary.padded(weight)
         columns = [(more, vocabulary.own_rows(w)) for more, w in columns]
     if not columns:
         return x, weight

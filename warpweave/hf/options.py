@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from warpweave.layers.sharding.dtensor import Groups
+from warpweave.layers.sharding.dtensor import Groups, padded_rows
 from warpweave.parallel.collectives import copy_to, own_slice
 from warpweave.parallel.context import Links, Strategy
 from warpweave.parallel.mesh import ConnectedMesh
@@ -73,6 +73,10 @@ class HeadVocabulary(NamedTuple):
     def group(self) -> Any:
         """The ranks that share the rows; None if the rows are replicated."""
         return self.spread.mesh.group("tp") if self.cut else None
+
+    def padded(self, weight: torch.Tensor) -> torch.Tensor:
+        """This rank's rows, padded with zeros on the last ranks."""
+        return padded_rows(weight, self.size, self.spread.mesh.size("tp"))
 
     def own_rows(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rows, padded, of a tensor that is whole on every rank. The gradient of the
