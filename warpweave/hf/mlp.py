@@ -120,8 +120,7 @@ class _GatedProduct(torch.autograd.Function):
 
 
 def gated_product(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
-    """act(gate) * up, differentiable once; the name is "silu", "gelu" or "gelu_erf". Both have the
-    same shape and dtype."""
+    """act(gate) * up of one shape and dtype, differentiable once, for an activation in _GATED."""
     return _GatedProduct.apply(gate, up, name)
 
 
