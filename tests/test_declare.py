@@ -291,10 +291,11 @@ def _joins_with_nothing(mesh: Any) -> None:
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     from warpweave.layers.sharding.memory import OneMemory
+    from warpweave.layers.sharding.rules import computed
 
     x = torch.randn(2, 4, 3, dtype=torch.float32)
     cut = distribute_tensor(x, mesh, [Shard(1)])
-    with OneMemory(mesh):
+    with OneMemory(mesh, computed):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             nothing = torch.tensor([], dtype=dtype)
             for func, given, more in (
@@ -316,10 +317,11 @@ def _by_keyword(mesh: Any) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from warpweave.layers.sharding.memory import OneMemory
+    from warpweave.layers.sharding.rules import computed
 
     x = torch.randn(4, 6)
     cut = distribute_tensor(x, mesh, [Shard(1)])
-    with OneMemory(mesh):
+    with OneMemory(mesh, computed):
         for func, named in (
             (torch.rms_norm, {"normalized_shape": [6]}),
             (torch.dist, {"other": 2 * x, "p": 3}),

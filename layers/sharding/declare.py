@@ -45,7 +45,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from warpweave.kernels.runtime.beside import as_dtensor
 from warpweave.kernels.sharding import register_shardings
 from warpweave.layers.sharding.memory import OneMemory, finished, register_item, remember
-from warpweave.layers.sharding.rules import register_reductions
+from warpweave.layers.sharding.rules import computed, register_reductions
 
 Axes = Mapping[str, str | tuple[str, ...]]
 Dims = str | Sequence[str | tuple[str, ...] | None]
@@ -315,7 +315,7 @@ def _replicating(forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[...,
         # Writes are detected by version counters, which do not exist in inference mode.
         grads = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grads):
-            with OneMemory(mesh):
+            with OneMemory(mesh, computed):
                 result = forward(*args, **kwargs)
             return finished(result)
 

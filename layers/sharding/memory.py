@@ -50,7 +50,6 @@ from warpweave.layers.sharding.layouts import (
     whole_tensor,
     without_sums,
 )
-from warpweave.layers.sharding.rules import computed
 
 # Functions that read values, or whose result's shape depends on values. They run on whole tensors.
 _READS = frozenset(
@@ -232,12 +231,12 @@ def _remember(func: Callable, args: tuple, kwargs: dict, at: int, view: DTensor)
 
 class OneMemory(TorchFunctionMode):
     """Treat plain tensors as replicated, and make views, writes and reads of DTensors logical.
-    Raises ValueError for writes that shards cannot follow: a change of shape in place, `x.data =
-    ...`, or one operator that writes two copies of the same memory."""
+    `compute` calls an operator. Raises ValueError for writes that shards cannot follow: a change of
+    shape in place, `x.data = ...`, or one operator that writes two copies of the same memory."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, compute: Callable[[Any, tuple, dict], Any]) -> None:
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.compute = mesh, compute
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -289,7 +288,7 @@ class OneMemory(TorchFunctionMode):
     def _on_parts(self, func: Any, args: tuple, kwargs: dict, tensors: list[DTensor]) -> Any:
         """Call func on DTensors, update the bases of copies that it wrote, and link new copies."""
         before = [_version(x) for x in tensors]
-        result = computed(func, args, kwargs)
+        result = self.compute(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name.startswith("_foreach_") and name.endswith("_"):  # does not advance versions itself
             torch.autograd.graph.increment_version(args[0])
