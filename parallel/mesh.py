@@ -38,12 +38,7 @@ AXES = ("outer", "pp", "dp", "cp", "tp")
 # Axis -> (axis over the groups, axis within a group). The size of a group is a field of `Mesh`.
 SPLITS = {"dp": ("replica", "dp_shard"), "cp": ("ring", "ulysses")}
 # Outermost first, as in `AXES`.
-PRODUCTS = {
-    "data": ("dp", "cp"),
-    "shard": ("dp_shard", "cp"),
-    "inner": AXES[1:],
-    "world": AXES,
-}
+PRODUCTS = {"data": ("dp", "cp"), "shard": ("dp_shard", "cp"), "inner": AXES[1:], "world": AXES}
 
 
 def divisors(n: int) -> list[int]:

@@ -153,11 +153,7 @@ class ParamRecord:
         return torch.cat([*parts], 1).flatten(0, 1)
 
     def draw(
-        self,
-        seed: int,
-        *,
-        at: Mapping[str, int] | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, seed: int, *, at: Mapping[str, int] | None = None, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         """Draw the initial logical tensor, a function of `seed` and the name only. If mesh
         coordinates `at` are given, return only the shard that `slice` would return for them.

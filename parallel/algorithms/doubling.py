@@ -19,15 +19,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from warpweave.parallel.algorithms.rounds import (
-    Algorithm,
-    Recv,
-    Round,
-    Rounds,
-    Send,
-    part,
-    reverse,
-)
+from warpweave.parallel.algorithms.rounds import Algorithm, Recv, Round, Rounds, Send, part, reverse
 
 
 def _folded(rank: int, ranks: int, n: int, algorithm: Algorithm) -> Rounds:

@@ -7,11 +7,7 @@ instead of recomputing · `explain` the cost of each strategy, and the choice of
 measured speeds on which "auto" bases its choice.
 """
 
-from warpweave.parallel.context.attention import (
-    check_strategy,
-    context_attention,
-    resolve_strategy,
-)
+from warpweave.parallel.context.attention import check_strategy, context_attention, resolve_strategy
 from warpweave.parallel.context.links import Links, measure_links
 from warpweave.parallel.words import Strategy
 

@@ -121,10 +121,7 @@ Shapes = Sequence[Sequence[Sequence[int]]]  # per rank of the group, the shapes 
 
 
 def _start_exchange(
-    me: int,
-    parts: Sequence[Sequence[torch.Tensor]],
-    dtypes: Sequence[torch.dtype],
-    shapes: Shapes,
+    me: int, parts: Sequence[Sequence[torch.Tensor]], dtypes: Sequence[torch.dtype], shapes: Shapes
 ) -> Steps[list[Tensors]]:
     """Start one all-to-all in which rank r of the group gets the tensors ``parts[r]``.
 

@@ -23,12 +23,7 @@ from torch.distributed import ProcessGroup
 
 from warpweave.kernels.runtime.dtypes import DTYPES
 from warpweave.parallel.buffers import Buffers
-from warpweave.parallel.collectives import (
-    by_gloo,
-    group_rank,
-    group_size,
-    start_all_gather,
-)
+from warpweave.parallel.collectives import by_gloo, group_rank, group_size, start_all_gather
 from warpweave.parallel.group_options import group_options
 from warpweave.parallel.pipeline.interface import Like, Receive, Stage
 from warpweave.parallel.schedule.actions import (

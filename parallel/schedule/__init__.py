@@ -21,12 +21,7 @@ from warpweave.parallel.schedule.open_passes import (
     staleness,
     validate_pass,
 )
-from warpweave.parallel.schedule.ordering import (
-    acknowledged,
-    order,
-    posted_ahead,
-    posted_at_need,
-)
+from warpweave.parallel.schedule.ordering import acknowledged, order, posted_ahead, posted_at_need
 from warpweave.parallel.schedule.passes import (
     send_first,
     split_backward,

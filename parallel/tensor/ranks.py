@@ -205,10 +205,7 @@ class TensorRanks(Local):
         return chunked.product_reduce(h, multiply, self.group)
 
     def row_gradients(
-        self,
-        dy: torch.Tensor,
-        bias: torch.Tensor | None,
-        multiply: Callable[[Any, int], Made],
+        self, dy: torch.Tensor, bias: torch.Tensor | None, multiply: Callable[[Any, int], Made]
     ) -> tuple[Made, torch.Tensor, Gradient]:
         """Like `Local.row_gradients`, with db of own tokens computed during the all-gather."""
 

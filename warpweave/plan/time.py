@@ -37,13 +37,7 @@ from warpweave.kernels.words import find_activation
 from warpweave.parallel.schedule.actions import FINISHES, Action, B, F, I, W
 from warpweave.parallel.simulate import Cell, Timeline, simulate
 from warpweave.plan.device import Hardware
-from warpweave.plan.memory import (
-    SIZES,
-    TrainingStep,
-    parameters_of,
-    pipeline_shape,
-    stage_ranks,
-)
+from warpweave.plan.memory import SIZES, TrainingStep, parameters_of, pipeline_shape, stage_ranks
 
 # Slowdown of computation by a concurrent message, as a fraction of the message's time: NCCL takes
 # processors and memory bandwidth. Set by hand, not fitted by benchmarks/plan_rows.py.

@@ -28,21 +28,21 @@ STYLES: dict[str, dict] = {
     "qwen": {
         "positions": "rope", "norm": "rms", "activation": "gelu_erf", "bias": False,
         "qkv_bias": True, "qk_norm": True, "windows": (3, 0), "sinks": True,
-        "rope_scaling": RopeScaling("llama3", 4.0, original_length=8),
+        "rope_scaling": RopeScaling("llama3", 4.0, original_length=8)
     },  # further options that models have; no real one has all of them
     "gemma": {
         "positions": "rope", "norm": "rms1p", "activation": "geglu", "bias": False,
         "norm_place": "sandwich", "qk_norm": True, "attention_scale": 0.4, "softcap": 2.0,
         "logit_softcap": 0.25, "embedding_scale": 2.5, "windows": (3, 0),
-        "local_rope_theta": 100.0, "rope_scaling": RopeScaling("linear", 4.0),
+        "local_rope_theta": 100.0, "rope_scaling": RopeScaling("linear", 4.0)
     },  # the options of Gemma 2 and 3 together
     "olmo": {
         "positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False,
-        "norm_place": "post", "qk_norm": True, "qk_norm_whole": True,
+        "norm_place": "post", "qk_norm": True, "qk_norm_whole": True
     },
     "primer": {
         "positions": "rope", "norm": "layer", "norm_bias": False, "activation": "relu2",
-        "bias": True,
+        "bias": True
     },
 }  # fmt: skip
 SYNCHRONOUS = tuple(name for name, family in FAMILIES.items() if not family.asynchronous)

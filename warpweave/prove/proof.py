@@ -117,11 +117,7 @@ class _Comparison:
         )
 
     def tensor(
-        self,
-        kind: str,
-        what: str,
-        actual: Tensor,
-        cut: Callable[[Tensor], Tensor] = lambda t: t,
+        self, kind: str, what: str, actual: Tensor, cut: Callable[[Tensor], Tensor] = lambda t: t
     ) -> None:
         """Compare `actual` with the value named `what`, of which `cut` takes this rank's part."""
         expected = cut(self.truth.values[what])
