@@ -48,10 +48,7 @@ def divisors(n: int) -> list[int]:
 
 
 def factors(axis: str) -> tuple[str, ...]:
-    """The innermost axes that make up `axis`, outermost first; none is split or a product.
-
-    ("ring", "ulysses") for "cp", ("tp",) for "tp".
-    """
+    """The innermost axes that make up `axis`, outermost first: ("ring", "ulysses") for "cp"."""
     if axis not in SPLITS and axis not in PRODUCTS:
         return (axis,)
     found: tuple[str, ...] = ()
@@ -237,8 +234,7 @@ class Mesh:
             set_timeout = (
                 getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             )
-            made = {id(g): g for g in groups.values() if g not in (None, dist.group.WORLD)}
-            for group in made.values():
+            for group in {*groups.values()} - {None, dist.group.WORLD}:
                 set_timeout(timeout, group)
         return ConnectedMesh(self, dist.get_rank(), groups, device_mesh, timeout)
 
@@ -363,11 +359,8 @@ def single() -> ConnectedMesh:
 
 
 def connected(mesh: ConnectedMesh | None) -> ConnectedMesh:
-    """Return the mesh for a layer's `mesh` argument, where None means one device.
-
-    Raises:
-        ValueError: the mesh is not connected (`Mesh.connect`).
-    """
+    """Return the mesh for a layer's `mesh` argument, where None means one device. Raise ValueError
+    if the mesh is not connected (`Mesh.connect`)."""
     if isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be connected, but {mesh} has only sizes; pass mesh.connect()")
     return single() if mesh is None else mesh

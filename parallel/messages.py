@@ -63,25 +63,15 @@ class Hop(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Messages between ranks of a group that begin and end together: one NCCL group call.
-
-    Attributes:
-        sends: tensors, each with its destination rank.
-        receives: buffers, each with its source rank. Messages from one rank to another arrive in
-            the order in which both ranks list them.
-    """
+    """Messages between ranks of a group that begin and end together: one NCCL group call
+    (`start_batch`)."""
 
     sends: Sequence[tuple[torch.Tensor, int]]
     receives: Sequence[tuple[torch.Tensor, int]]
 
 
 class AllToAll(NamedTuple):
-    """Messages between all ranks of a Ulysses group.
-
-    The first ``send_sizes[0]`` elements of `send` go to the group's rank 0, and so on; `recv` is
-    filled in the same order. Both are flat tensors of one dtype. A rank copies what it sends to
-    itself.
-    """
+    """Messages between all ranks of a Ulysses group (`start_all_to_all`)."""
 
     send: torch.Tensor
     recv: torch.Tensor

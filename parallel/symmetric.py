@@ -133,10 +133,8 @@ class Workspace:
             slots, size = (1 << (n - 1).bit_length() for n in (slots, size))
             if memory is not None:
                 slots, size = max(slots, memory.slots), max(size, memory.capacity)
-            bounds = {"timeout": self._timeout, "polls": self._polls}
-            self._memory = symmetric_memory(
-                self._group, device, slots=slots, capacity=size, **bounds
-            )
+            sizes = {"slots": slots, "capacity": size, "polls": self._polls}
+            self._memory = symmetric_memory(self._group, device, timeout=self._timeout, **sizes)
         return self._memory.fitting(name, device, slots, size)
 
     def settle(self) -> None:

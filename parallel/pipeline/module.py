@@ -159,8 +159,7 @@ class ModuleStage:
 
     def _collect_stashed(self, mb: int) -> None:
         """Add the gradients of `mb` from stashed copies of the weights to the parameters'."""
-        copies = self._stash.get(self._read.pop(mb), {})
-        for name, copy in copies.items():
+        for name, copy in self._stash.get(self._read.pop(mb), {}).items():
             if copy.grad is not None:
                 parameter = self.module.get_parameter(name)
                 total = parameter.grad

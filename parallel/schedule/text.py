@@ -8,9 +8,8 @@ import re
 
 from warpweave.parallel.schedule.actions import (
     COMPUTE,
-    RECEIVES,
+    MESSAGES,
     REDUCE,
-    SENDS,
     TIE,
     UPDATE,
     WHOLE,
@@ -19,7 +18,7 @@ from warpweave.parallel.schedule.actions import (
     cells,
 )
 
-_OPS = (*COMPUTE, *SENDS, *RECEIVES, REDUCE, TIE, UPDATE)
+_OPS = (*COMPUTE, *MESSAGES, REDUCE, TIE, UPDATE)
 
 _TORCH_NAME = {REDUCE: "REDUCE_GRAD"}
 _OUR_NAME = {theirs: ours for ours, theirs in _TORCH_NAME.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import zip_longest
 
@@ -10,8 +10,7 @@ from warpweave.parallel.schedule.actions import (
     AFTER,
     COMPUTE,
     FINISHES,
-    MATCHING,
-    RECEIVES,
+    MESSAGES,
     REDUCE,
     SEND_B,
     SEND_F,
@@ -31,6 +30,7 @@ from warpweave.parallel.schedule.actions import (
     held_activations,
     link,
     lowered,
+    other_end,
     placement,
     tied_stages,
 )
@@ -68,12 +68,8 @@ def validate(
     try:
         _validate(lists, microbatches, staleness, activations)
     except _WrongError as error:
-        rank, at = next(
-            (rank, at)
-            for rank, actions in enumerate(lists)
-            for at, action in enumerate(actions)
-            if action is error.action
-        )
+        every = ((rank, at, a) for rank, row in enumerate(lists) for at, a in enumerate(row))
+        rank, at = next((rank, at) for rank, at, action in every if action is error.action)
         raise ValueError(f"rank {rank} position {at}: {error}") from None
     order(lists)
 
@@ -147,20 +143,17 @@ def _check_compute(s: int, actions: list[Action], m: int, rank_of: list[int]) ->
                 "W; expected one F and either one B or one I and one W"
             )
     for a in actions:
-        if a.op in COMPUTE + SENDS + RECEIVES and not 0 <= a.mb < m:
+        if a.op in COMPUTE + MESSAGES and not 0 <= a.mb < m:
             raise _WrongError(a, f": expected a micro-batch from 0 to {m - 1}, got {a.mb}")
-        if a.op not in COMPUTE + SENDS + RECEIVES and a.mb != WHOLE:
+        if a.op not in COMPUTE + MESSAGES and a.mb != WHOLE:
             raise _WrongError(
                 a, f": {a.op} applies to a whole stage, so it must not have a micro-batch number"
             )
     read = {a.mb: a.ver for a in actions if a.op == F}
     for a in actions:
         if a.op in (B, I, W) and a.ver != read[a.mb]:
-            raise _WrongError(
-                a,
-                f" uses version {a.ver} of the weights, but the F of the same micro-batch read "
-                f"version {read[a.mb]}",
-            )
+            what = f"version {a.ver} of the weights, but the F of the same micro-batch read version"
+            raise _WrongError(a, f" uses {what} {read[a.mb]}")
     done: set[Action] = set()
     for a in actions:
         for d in deps(a, len(rank_of)) if a.op in COMPUTE else ():
@@ -234,11 +227,11 @@ def check_links(lists: Schedule, expected: Iterable[Action]) -> None:
     """Raise ValueError unless each send in `expected` and its receive occur once, in the same order
     on each link."""
     rank_of = placement(lists)
-    count: dict[Action, int] = {}
-    sent: dict[Link, list[Action]] = {}
-    received: dict[Link, list[Action]] = {}
-    for a in (a for actions in lists for a in actions if a.op in SENDS + RECEIVES):
-        count[a] = count.get(a, 0) + 1
+    messages = [a for actions in lists for a in actions if a.op in MESSAGES]
+    count = Counter(messages)
+    sent: dict[Link, list[Action]] = defaultdict(list)
+    received: dict[Link, list[Action]] = defaultdict(list)
+    for a in messages:
         peer = a.stage + AFTER[a.op]
         if not 0 <= peer < len(rank_of) or rank_of[peer] == rank_of[a.stage]:
             raise ValueError(
@@ -246,14 +239,12 @@ def check_links(lists: Schedule, expected: Iterable[Action]) -> None:
                 "different ranks"
             )
         if a.op in SENDS:
-            sent.setdefault(link(a, rank_of), []).append(a)
+            sent[link(a, rank_of)].append(a)
         else:
-            send = Action(MATCHING[a.op], peer, a.mb)
-            received.setdefault(link(a, rank_of), []).append(send)
-    for a in expected:
-        for end in (a, Action(MATCHING[a.op], a.stage + AFTER[a.op], a.mb)):
-            if count.get(end, 0) != 1:
-                raise ValueError(f"{end} must occur once, but occurs {count.get(end, 0)} times")
+            received[link(a, rank_of)].append(other_end(a))
+    for end in (end for a in expected for end in (a, other_end(a))):
+        if count[end] != 1:
+            raise ValueError(f"{end} must occur once, but occurs {count[end]} times")
     for channel, sends in sent.items():
         for place, (a, b) in enumerate(zip(sends, received[channel])):
             if a != b:

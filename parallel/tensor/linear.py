@@ -179,9 +179,8 @@ def row_parallel_linear(
         x: x[..., K/R], input features [r K/R, (r+1) K/R) on rank r.
         weight: weight[N, K/R], columns [r K/R, (r+1) K/R) of W on rank r; the leaf parameter.
         bias: bias[N], the same on every rank, or None; the leaf parameter.
-        group: the R tensor ranks; None for a single rank.
+        group, overlap, workspace: as for `column_parallel_linear`.
         sequence_parallel: shard the output's tokens over the group along dim 0.
-        overlap, workspace: as for `column_parallel_linear`.
 
     Returns:
         y[..., N], or y[T/R, ..., N] with sequence_parallel, in the dtype of `x` or of autocast.

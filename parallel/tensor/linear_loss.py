@@ -71,8 +71,8 @@ def vocab_parallel_linear_cross_entropy(
     Input gradient:  dx[T/R, E]{S(0)} = reduce-scatter(dz W)
 
     With recompute=False the gradients and their collectives are computed in the forward, with one
-    all-gather of statistics per slice of rows; the backward has no collective. A deferred weight
-    gradient is then only added later. With recompute=True it is computed with dx, never deferred.
+    all-gather of statistics per slice of rows, and a deferred weight gradient is only added later.
+    With recompute=True it is computed with dx, never deferred.
 
     overlap="chunked" multiplies one rank's tokens while the next rank's are received. With
     recompute=False it multiplies some tokens of every rank at a time, and reduces their dx during
@@ -84,18 +84,16 @@ def vocab_parallel_linear_cross_entropy(
         x: x[..., E] replicated, or x[T/R, ..., E] with sequence_parallel.
         weight: weight[V/R, E], rows [r V/R, (r+1) V/R) of W on rank r; the leaf parameter.
         labels: int64[...] or int64[T, ...], the same on every rank of the group.
-        group: the R tensor ranks; None for a single rank.
+        group, sequence_parallel, overlap, workspace: as for `column_parallel_linear`.
         vocab_size: size of the vocabulary without padding; padding rows get gradient 0.
-        sequence_parallel: x has its tokens sharded over the group along dim 0.
         ignore_index: tokens with this label have loss zero and no gradient.
         label_smoothing, z_loss: e in [0, 1] and c >= 0.
         reduction: "sum" returns a 0-dim loss, "none" returns losses with the shape of `labels`.
-        recompute: as for `linear_cross_entropy`; None means False for CPU tensors and "sum".
+        recompute, impl: as for `linear_cross_entropy`; recompute None means False for CPU tensors
+            and "sum".
         softcap: use the logits softcap * tanh(z / softcap). They are computed for some rows of each
             rank at a time (`CAPPED`), and the backward recomputes them. None means no softcap.
         padded_vocab_size: V; None means `vocab_size` rounded up to a multiple of R.
-        overlap, workspace: as for `column_parallel_linear`.
-        impl: as for `linear_cross_entropy`.
 
     Returns:
         The loss in fp32 (fp64 for fp64), bitwise equal on every rank of the group. The caller
@@ -152,12 +150,8 @@ def _by_rows(
     labels: torch.Tensor,
     parts: int,
 ) -> torch.Tensor:
-    """Compute losses(x, weight, labels) for some rows of every rank at a time, each under
-    activation checkpointing.
-
-    The arguments are x[T/parts, ..., E] and labels[T, ...]; `losses` gathers the ranks' rows in
-    rank order.
-    """
+    """Compute losses(x[T/parts, ..., E], weight, labels[T, ...]) for some rows of every rank at a
+    time, each under activation checkpointing. `losses` gathers the ranks' rows in rank order."""
     again = {"use_reentrant": False, "preserve_rng_state": False}
     rows, most = x.flatten(0, -2), max(1, min(CAPPED[0], CAPPED[1] // len(weight)))
     if len(rows) <= most:

@@ -63,10 +63,8 @@ def vocab_parallel_cross_entropy(
         divides their sum by the global number of valid tokens.
 
     Raises:
-        ValueError: the logits do not have V/R columns (gathered logits, for example), labels are
-            not int64[T], label_smoothing is outside [0, 1), or z_loss is negative. For CPU tensors
-            also if a label is neither in the vocabulary nor `ignore_index` (on a GPU its loss is
-            NaN).
+        ValueError: shapes or options do not match, or, for CPU tensors, a label is neither in the
+            vocabulary nor `ignore_index` (on a GPU its loss is NaN).
     """
     name = f"vocab_parallel_cross_entropy on rank {group_rank(group)}"
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:

@@ -47,9 +47,7 @@ def parallel_qkv_rope(
         bias: [Hkv/R, G + 2, D] or None; a leaf parameter or a view.
         cos, sin: [S, D/2] from `rope_table` for these positions; None for no rotation.
         shape: (B, S).
-        group: the R tensor ranks; None for a single rank.
-        sequence_parallel: x has its tokens sharded over the group along dim 0.
-        overlap, workspace: as for `column_parallel_linear`.
+        group, sequence_parallel, overlap, workspace: as for `column_parallel_linear`.
         impl: "triton", "torch" or None to choose by device.
 
     Returns:

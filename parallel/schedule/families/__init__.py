@@ -12,7 +12,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 from warpweave.kernels.words import did_you_mean
-from warpweave.parallel.schedule.actions import COMPUTE, RECEIVES, SENDS, Schedule, placement
+from warpweave.parallel.schedule.actions import COMPUTE, MESSAGES, Schedule, placement
 from warpweave.parallel.schedule.family import ScheduleFamily
 from warpweave.parallel.schedule.passes import with_comm
 from warpweave.parallel.schedule.text import from_csv
@@ -52,14 +52,11 @@ def _in_file(path: Path) -> ScheduleFamily:
     try:
         lists = from_csv(path.read_text().rstrip())  # without blank lines at the end
         for rank, actions in enumerate(lists):
-            others = [a for a in actions if a.op not in COMPUTE + SENDS + RECEIVES]
-            if others or not actions:
-                what = (
-                    f"{others[0]} is added automatically, depending on other options; remove it"
-                    if others
-                    else "has no action"
-                )
-                raise ValueError(f"rank {rank}: {what}")
+            if not actions:
+                raise ValueError(f"rank {rank}: has no action")
+            if others := [a for a in actions if a.op not in COMPUTE + MESSAGES]:
+                why = "is added automatically, depending on other options; remove it"
+                raise ValueError(f"rank {rank}: {others[0]} {why}")
         validate(lists)
         compute = [[a for a in actions if a.op in COMPUTE] for actions in lists]
         validate(with_comm(compute))
