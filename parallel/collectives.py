@@ -214,7 +214,7 @@ def start_all_to_all(
     recv_sizes: list[int],
     group: dist.ProcessGroup | None,
 ) -> Pending:
-    """Start an all-to-all: part r of `send` goes to rank r, part r of the result, `recv`, is its.
+    """Start an all-to-all: rank r gets part r of `send`, and sends part r of `recv`, the result.
 
     Both are flat and contiguous, of one dtype, with parts in rank order, including one for this
     rank itself. The size that rank a sends to b must be the size that b expects from a.

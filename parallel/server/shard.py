@@ -14,6 +14,7 @@ g as the Hessian:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -128,10 +129,7 @@ class Shard:
 
     def sum(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the sum of gradients [layout.size], in order, in the first one's memory."""
-        total = gradients[0]
-        for g in gradients[1:]:
-            total += g
-        return total
+        return functools.reduce(Tensor.add_, gradients)
 
     def squares(self, total: Tensor) -> Tensor:
         """The sum of squares of a gradient [layout.size], 0-dim: this server's part of the norm."""
@@ -146,14 +144,8 @@ class Shard:
         for r in self.layout.ranges:
             part = slice(r.start, r.stop)
             moments = {name: moment[part] for name, moment in self.moments.items()}
-            piece = Piece(
-                master=self.master[part],
-                grad=total[part],
-                moments=moments,
-                matrix=False,
-                param=None,
-                decay=r.decay,
-            )
+            where = {"master": self.master[part], "grad": total[part], "moments": moments}
+            piece = Piece(**where, matrix=False, param=None, decay=r.decay)
             self.rule.update(piece, step, factor, torch.zeros(()))
 
     # ------------------------------------------------------------------ state in and out

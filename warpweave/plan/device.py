@@ -179,5 +179,4 @@ def _read_hardware(path: Path) -> Hardware:
     like = HARDWARE[base or "h100"]
     device = replace(like.device, name=path.stem, **own["device"])
     efficiency = replace(like.efficiency, **own["efficiency"])
-    more = own["hardware"] | {"name": path.stem}
-    return replace(like, device=device, efficiency=efficiency, **more)
+    return replace(like, name=path.stem, device=device, efficiency=efficiency, **own["hardware"])

@@ -17,7 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from xml.sax.saxutils import escape
 
 from warpweave.parallel.schedule.actions import RECEIVES, Action
@@ -38,30 +38,21 @@ _DARKER = "; darker: a rank's later stages"
 _LETTER = 6.2  # average width of a letter in pixels
 
 
-class Bar(NamedTuple):
-    """One action of a rank in time, with its color."""
-
-    rank: int
-    cell: Cell
-    colour: str
-
-
-def bars(timeline: Timeline) -> Iterator[Bar]:
-    """Yield the bars to draw: every action that takes time."""
+def bars(timeline: Timeline) -> Iterator[tuple[int, Cell, str]]:
+    """Yield the bars to draw, (rank, cell, color): every action that takes time."""
     for rank, row in enumerate(timeline.cells):
         stages = sorted({cell.action.stage for cell in row})
         for cell in row:
             if cell.end > cell.start:
                 at = stages.index(cell.action.stage) / max(1, len(stages) - 1)
-                yield Bar(rank, cell, _colour(cell.action.op, at))
+                yield rank, cell, _colour(cell.action.op, at)
 
 
 def _colour(op: str, at: float) -> str:
     if op not in COLOURS:
         return WAITING if op in RECEIVES else OTHER
-    light, dark = (
-        [int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in COLOURS[op]
-    )  # with many stages, each gets a shade between the two
+    # With many stages, each gets a shade between the two.
+    light, dark = (bytes.fromhex(colour[1:]) for colour in COLOURS[op])
     return "#" + "".join(f"{round(a + (b - a) * at):02x}" for a, b in zip(light, dark))
 
 
@@ -161,16 +152,13 @@ def svg(panels: Mapping[str, Timeline], *, tooltips: bool = False, unit: str = "
         f"rect{{stroke:#fff;stroke-width:{edge}}}"
         ".n{font-size:9px;text-anchor:middle;fill:#102030}"
     ) + "".join(f".{shade}{{fill:{colour}}}" for colour, shade in colours.items())
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right:.0f} {bottom}" '
-            f'width="{right:.0f}" height="{bottom}" data-left="{LEFT}" data-width="{WIDTH:g}" '
-            f'data-span="{span * many:g}" data-label="{LABEL:g}">',
-            f'<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>',
-            *elements,
-            "</svg>\n",
-        ]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right:.0f} {bottom}" '
+        f'width="{right:.0f}" height="{bottom}" data-left="{LEFT}" data-width="{WIDTH:g}" '
+        f'data-span="{span * many:g}" data-label="{LABEL:g}">\n'
+        f'<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>'
     )
+    return "\n".join([head, *elements, "</svg>\n"])
 
 
 def _time_axis(top: float, span: float, scale: float, unit: str) -> list[str]:
@@ -216,13 +204,8 @@ def png(panels: Mapping[str, Timeline], path: Path) -> None:
         for rank, cell, colour in bars(timeline):
             drawn[rank, colour].append((cell.start * many, (cell.end - cell.start) * many))
         for (rank, colour), spans in drawn.items():
-            axis.broken_barh(
-                spans,
-                (rank - 0.45, 0.9),
-                facecolors=colour,
-                edgecolors="white",
-                linewidth=_edge(timeline),
-            )
+            how = {"facecolors": colour, "edgecolors": "white", "linewidth": _edge(timeline)}
+            axis.broken_barh(spans, (rank - 0.45, 0.9), **how)
         ranks = range(len(timeline.cells))
         axis.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
         axis.set_ylim(len(ranks) - 0.5, -0.5)
