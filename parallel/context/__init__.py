@@ -12,10 +12,5 @@ from warpweave.parallel.context.links import Links, measure_links
 from warpweave.parallel.words import Strategy
 
 __all__ = [
-    "Links",
-    "Strategy",
-    "check_strategy",
-    "context_attention",
-    "measure_links",
-    "resolve_strategy",
-]
+    "Links", "Strategy", "check_strategy", "context_attention", "measure_links", "resolve_strategy",
+]  # fmt: skip

@@ -126,11 +126,10 @@ def context_attention(
             check_boundaries(options, layout.seq_len, layout.seq_len)
             heads = q.shape[2], k.shape[2]
             ulysses = group_size(ulysses_group) if isinstance(group, tuple) else None
-            taken = strategy
             if isinstance(strategy, Links):
-                taken = _least_exposed(layout, q, k, options, ulysses, strategy)
+                strategy = _least_exposed(layout, q, k, options, ulysses, strategy)
             mask = {"causal": options.causal, "window": options.window}
-            taken = resolve_strategy(taken, layout, heads, ulysses, **mask)
+            taken = resolve_strategy(strategy, layout, heads, ulysses, **mask)
             options = _without_padding(options, layout, q.device)
             if taken == "ulysses":
                 ring, ulysses_group = None, ring

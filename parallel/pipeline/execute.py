@@ -14,10 +14,8 @@ equal.
     B 0        -> stage.backward
     SEND_B 0   -> starts the send of the input's gradient to rank 0
 
-Messages have no tags, as on NCCL. They are identified by their order on a link; there is one link
-per payload (activation, gradient), source and destination. `validate` has checked that both ends
-have the same order. Shapes and dtypes are fixed by the stages and compared once, not sent with
-messages.
+Messages have no tags, as on NCCL. They are identified by their order on a `Link`, which `validate`
+has checked. Shapes and dtypes are fixed by the stages and compared once, not sent with messages.
 """
 
 from __future__ import annotations

@@ -227,7 +227,8 @@ class Distributed:
         ahead = group is None or by_gloo(group, self._device)
         self._posts = (posted_ahead if ahead else posted_at_need)(lists)
         self._table: dict[tuple[int, int], Like] | None = None
-        self._communicators = self._connect() if beside is None else beside._communicators
+        own = self._connect() if beside is None else beside._communicators
+        self._communicators: dict[Link, ProcessGroup] = own
         self._posted: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._sending: dict[Action, tuple[Link, dist.Work, Tensor]] = {}
         self._ending = {

@@ -127,11 +127,8 @@ class OpenRun:
 
 
 def leave_open(lists: Schedule, each: int) -> OpenRun:
-    """Return the asynchronous run that `lists` begin, in passes of `each` micro-batches.
-
-    Raises:
-        ValueError: the lists are not valid, or no two consecutive passes of them are the same.
-    """
+    """Return the asynchronous run that `lists` begin, in passes of `each` micro-batches. Raise
+    ValueError if they are not valid, or no two consecutive passes of them are the same."""
     stale = staleness(lists)
     validate(with_comm(lists), staleness=max(stale))
     passes = cut_into_passes(lists, each)

@@ -17,7 +17,7 @@ They add its messages, ZeRO's collectives, the tie of first and last stage, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from warpweave.parallel.schedule.actions import (
     FINISHES,
@@ -151,10 +151,22 @@ def with_reduce(lists: Schedule, *, each: bool = False) -> Schedule:
     With `each`, add it after every B or W. A stage then holds unreduced gradients of only one
     micro-batch at a time (ZeRO-2 with a pipeline), for m times the traffic.
     """
-    return [
-        _insert(actions, REDUCE, lambda a, last: a.op in FINISHES and (each or last), FINISHES)
-        for actions in lists
-    ]
+    result = []
+    for actions in lists:
+        latest: dict[int, int] = {}  # stage -> index of its latest B or W since its last UPDATE
+        last = set()
+        for index, a in enumerate(actions):
+            if a.op == UPDATE and a.stage in latest:
+                last.add(latest.pop(a.stage))
+            elif a.op in FINISHES:
+                latest[a.stage] = index
+        last.update(latest.values())
+        result.append(out := [])
+        for index, a in enumerate(actions):
+            out.append(a)
+            if index in last or (each and a.op in FINISHES):
+                out.append(Action(REDUCE, a.stage))
+    return result
 
 
 def with_tie(lists: Schedule) -> Schedule:
@@ -165,7 +177,7 @@ def with_tie(lists: Schedule) -> Schedule:
     once and needs no TIE. If the first and last stage are on one rank, they get one local TIE.
     """
     rank_of = placement(lists)
-    _refuse_action(lists, UPDATE, "with_tie")
+    _refuse_updates(lists, "with_tie")
     if len(rank_of) == 1:
         return [list(actions) for actions in lists]
     tied = tied_stages(rank_of)
@@ -177,7 +189,7 @@ def with_tie(lists: Schedule) -> Schedule:
 
 def with_update(lists: Schedule) -> Schedule:
     """Add each stage's optimizer step, which produces version 1, at the end of its rank's list."""
-    _refuse_action(lists, UPDATE, "with_update")
+    _refuse_updates(lists, "with_update")
     rank_of = placement(lists)
     return [
         list(actions) + [Action(UPDATE, s, WHOLE, 1) for s, r in enumerate(rank_of) if r == rank]
@@ -185,28 +197,7 @@ def with_update(lists: Schedule) -> Schedule:
     ]
 
 
-def _refuse_action(lists: Schedule, op: str, name: str) -> None:
+def _refuse_updates(lists: Schedule, name: str) -> None:
     for rank, actions in enumerate(lists):
-        if any(a.op == op for a in actions):
-            raise ValueError(f"{name}: rank {rank} already has {op}; pass lists without it")
-
-
-def _insert(
-    actions: list[Action], op: str, wanted: Callable[[Action, bool], bool], ops: tuple[str, ...]
-) -> list[Action]:
-    """Insert `op` into `actions` after each action for which ``wanted(action, last)`` is true;
-    `last` is True for a stage's last action out of `ops`, overall or before an UPDATE."""
-    latest: dict[int, int] = {}  # stage -> index of its latest action since its last UPDATE
-    last = set()
-    for index, a in enumerate(actions):
-        if a.op == UPDATE and a.stage in latest:
-            last.add(latest.pop(a.stage))
-        elif a.op in ops:
-            latest[a.stage] = index
-    last.update(latest.values())
-    out = []
-    for index, action in enumerate(actions):
-        out.append(action)
-        if wanted(action, index in last):
-            out.append(Action(op, action.stage))
-    return out
+        if any(a.op == UPDATE for a in actions):
+            raise ValueError(f"{name}: rank {rank} already has {UPDATE}; pass lists without it")

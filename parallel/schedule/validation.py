@@ -118,19 +118,15 @@ class _WrongError(Exception):
 def _check_cells(actions: list[Action]) -> None:
     for a, after in zip_longest(actions, actions[1:]):
         if a.joined and (a.op != F or after is None or after.op != B or after.mb == a.mb):
-            raise _WrongError(
-                a,
-                f" and {after} must be an F and a B of different micro-batches to form an "
-                "overlapped pair",
-            )
+            pair = "an F and a B of different micro-batches to form an overlapped pair"
+            raise _WrongError(a, f" and {after} must be {pair}")
 
 
 def _check_activations(actions: list[Action], most: int) -> None:
     for a, held in zip(actions, held_activations(actions)):
         if held > most:
-            raise _WrongError(
-                a, f" makes its rank hold {held} activations; at most {most} are allowed"
-            )
+            many = f"{held} activations; at most {most} are allowed"
+            raise _WrongError(a, f" makes its rank hold {many}")
 
 
 def _check_compute(s: int, actions: list[Action], m: int, rank_of: list[int]) -> None:
@@ -174,11 +170,8 @@ def _check_versions(s: int, actions: list[Action], staleness: int) -> None:
             gradients.append(a)
         if a.op == UPDATE:
             if a.ver != newest + 1:
-                raise _WrongError(
-                    a,
-                    f" produces version {a.ver} of the weights right after version {newest}; "
-                    "versions must increase by 1",
-                )
+                follows = f"version {a.ver} of the weights right after version {newest}"
+                raise _WrongError(a, f" produces {follows}; versions must increase by 1")
             if owed:
                 raise _WrongError(
                     a, f" must come after the W of micro-batches {sorted(owed)} of stage {s}"
@@ -188,11 +181,9 @@ def _check_versions(s: int, actions: list[Action], staleness: int) -> None:
             oldest = min(gradients, key=lambda g: g.ver)
             age = newest - oldest.ver
             if age > staleness:
-                raise _WrongError(
-                    a,
-                    f" applies the gradient of {oldest}, which is {age} weight "
-                    f"version{'s' if age > 1 else ''} old; the limit (staleness) is {staleness}",
-                )
+                old = f"{age} weight version{'s' if age > 1 else ''} old"
+                what = f" applies the gradient of {oldest}, which is {old}"
+                raise _WrongError(a, f"{what}; the limit (staleness) is {staleness}")
             newest, gradients = a.ver, []
     if newest and gradients:
         raise ValueError(f"stage {s}: the gradient of {gradients[0]} comes after the last UPDATE")

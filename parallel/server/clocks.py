@@ -129,11 +129,8 @@ class Clocks:
         return found
 
     def give(self, worker: int, count: int, loss: float) -> None:
-        """Accept a worker's gradient, computed at the weights that it pulled last.
-
-        Raises:
-            ValueError: the worker has not pulled since its last gradient.
-        """
+        """Accept a worker's gradient, computed at the weights that it pulled last. Raise ValueError
+        if it has not pulled since its last gradient."""
         if not self.owes(worker):
             raise ValueError(f"worker {worker} pushed a gradient without pulling weights first")
         term = Term(worker, self.clocks[worker], *self._pulled.pop(worker), count, loss)

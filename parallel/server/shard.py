@@ -176,11 +176,8 @@ def norm_and_scale(
     squares: Sequence[Tensor], count: int, clip: float | None
 ) -> tuple[float, float]:
     """Return (global norm of the mean gradient, factor for the summed gradient). The norm is from
-    every server's `squares`, added in server order; the factor clips it.
-
-    Raises:
-        FloatingPointError: the norm is not finite.
-    """
+    every server's `squares`, added in server order; the factor clips it. Raise FloatingPointError
+    if the norm is not finite."""
     norm = float(torch.stack(list(squares)).sum().sqrt()) / count
     if not norm < float("inf"):
         raise FloatingPointError(f"the gradient norm is {norm}")

@@ -133,10 +133,8 @@ class Worker:
         """Push gradients up to clock `steps`, and wait until the servers have saved the end.
 
         Servers that were restarted from a checkpoint report this worker's clock at the checkpoint,
-        and the worker continues from there.
-
-        Raises:
-            LostError: the servers are gone, or have dropped this worker.
+        and the worker continues from there. Raises LostError if the servers are gone, or have
+        dropped this worker.
         """
         while True:
             try:

@@ -34,9 +34,6 @@ def _arriving_linear(
     return y.view(*x.shape[:-1], len(weight))
 
 
-# ---------------------------------------------------------------- column-parallel linear
-
-
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, dtype, ranks):
@@ -102,18 +99,12 @@ def column_parallel_linear(
             the reduction of dx behind the GEMM of dW.
         workspace: symmetric memory of the group, for "fused".
 
-    Returns:
-        y[..., N/R], in the dtype of `x` or of autocast.
-
-    Raises:
-        ValueError: shapes or dtypes of x, weight and bias do not match.
+    Returns y[..., N/R] in the dtype of `x` or of autocast. Raises ValueError if shapes or dtypes do
+    not match.
     """
     dtype = _check_linear("column_parallel_linear", x, weight, bias, group)
     ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x)
     return _ColumnParallelLinear.apply(x, weight, bias, dtype, ranks)
-
-
-# ---------------------------------------------------------------- row-parallel linear
 
 
 class _RowParallelLinear(torch.autograd.Function):
@@ -182,12 +173,9 @@ def row_parallel_linear(
         group, overlap, workspace: as for `column_parallel_linear`.
         sequence_parallel: shard the output's tokens over the group along dim 0.
 
-    Returns:
-        y[..., N], or y[T/R, ..., N] with sequence_parallel, in the dtype of `x` or of autocast.
-
-    Raises:
-        ValueError: shapes or dtypes do not match, or T is not divisible by R with
-            sequence_parallel.
+    Returns y[..., N], or y[T/R, ..., N] with sequence_parallel, in the dtype of `x` or of autocast.
+    Raises ValueError if shapes or dtypes do not match, or T is not divisible by R with
+    sequence_parallel.
     """
     dtype = _check_linear("row_parallel_linear", x, weight, bias, group)
     if sequence_parallel and x.shape[0] % group_size(group):

@@ -3,8 +3,8 @@
 A linear layer, whose output features are the vocabulary, and the cross entropy of its logits.
 
     four ranks, z = x W^T, W[V, E] sharded by rows: rank r has the logits of V/4 words
-    rank r   for each block of its columns: z[T, block]; from it, per token, max and sum of exp and
-             the label's logit (with label smoothing also the sum of z); then discards the block
+    rank r   for each block of its columns: z[T, block], and from it per token the numbers of
+             `loss`; then discards the block
     all      one all-gather of these 2 or 3 numbers per token, merged into lse and loss
     rank r   backward: z[T, block] again, dz, dW[block] += dz^T x, dx{P} += dz W
     all      all-reduce (sequence parallel: reduce-scatter) of dx
@@ -60,8 +60,7 @@ def vocab_parallel_linear_cross_entropy(
     onehot(label) - e/vocab_size), computed and discarded block by block,
 
     Forward:         loss[T]{I} = lse - (1 - e) z[label] - e/vocab_size sum_v z[v] + c lse^2 by one
-                     all-gather of log-sum-exp, label's logit and (for e > 0) sum of each rank's
-                     columns: 2 or 3 numbers per token and rank. "sum" adds the losses.
+                     all-gather, as in `vocab_parallel_cross_entropy`. "sum" adds the losses.
     Input gradient:  dx[T, E]{I} = all-reduce(dz[T, V/R] W), its terms in fp32
     Weight gradient: dW[V/R, E]{S(0)} = dz^T x, no collective; exact
 
@@ -95,14 +94,7 @@ def vocab_parallel_linear_cross_entropy(
             rank at a time (`CAPPED`), and the backward recomputes them. None means no softcap.
         padded_vocab_size: V; None means `vocab_size` rounded up to a multiple of R.
 
-    Returns:
-        The loss in fp32 (fp64 for fp64), bitwise equal on every rank of the group. The caller
-        divides the sum by the global number of valid tokens.
-
-    Raises:
-        ValueError: the weight does not have V/R rows, other shapes, dtypes or options do not match,
-            or, for CPU tensors, a label is neither in the vocabulary nor `ignore_index` (on a GPU
-            the loss of such a token is NaN).
+    Returns the loss, and raises ValueError, as `vocab_parallel_cross_entropy` does.
     """
     name = f"vocab_parallel_linear_cross_entropy on rank {group_rank(group)}"
     check_options(reduction, label_smoothing, z_loss)
@@ -123,16 +115,10 @@ def vocab_parallel_linear_cross_entropy(
             where = {"sequence_parallel": sequence_parallel, "overlap": overlap}
             z = column_parallel_linear(x, weight, group=group, workspace=workspace, **where)
             return vocab_parallel_cross_entropy(
-                softcap * torch.tanh(z.to(compute_dtype(z)) / softcap),
-                labels,
-                group=group,
-                vocab_size=vocab_size,
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                z_loss=z_loss,
-                padded_vocab_size=padded_vocab_size,
-                impl=impl,
-            )
+                softcap * torch.tanh(z.to(compute_dtype(z)) / softcap), labels, group=group,
+                vocab_size=vocab_size, padded_vocab_size=padded_vocab_size, z_loss=z_loss,
+                ignore_index=ignore_index, label_smoothing=label_smoothing, impl=impl,
+            )  # fmt: skip
 
         each = _by_rows(losses, x, weight, labels, parts)
         return each.sum() if reduction == "sum" else each

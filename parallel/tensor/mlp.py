@@ -58,11 +58,8 @@ def parallel_mlp(
             all-gathers x once more.
         impl: "triton", "torch" or None to choose by device.
 
-    Returns:
-        y like x, in the dtype of `x` or of autocast.
-
-    Raises:
-        ValueError: shapes, dtypes or options do not match.
+    Returns y like x, in the dtype of `x` or of autocast. Raises ValueError if shapes, dtypes or
+    options do not match.
     """
     ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, impl=impl)
     if group is not None and x.ndim < 2:

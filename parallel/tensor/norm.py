@@ -36,8 +36,7 @@ def cut_rms_norm(
         group: the R tensor ranks; None for a single rank.
         out_dtype: dtype of y; by default that of x.
 
-    Raises:
-        ValueError: the weight does not have the width of x.
+    Raises ValueError if the weight does not have the width of x.
     """
     if weight.shape != x.shape[-1:]:
         raise ValueError(

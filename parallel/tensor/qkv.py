@@ -50,11 +50,8 @@ def parallel_qkv_rope(
         group, sequence_parallel, overlap, workspace: as for `column_parallel_linear`.
         impl: "triton", "torch" or None to choose by device.
 
-    Returns:
-        q[B, S, Hq/R, D], k and v[B, S, Hkv/R, D], in the dtype of `x` or of autocast.
-
-    Raises:
-        ValueError: shapes or dtypes do not match.
+    Returns q[B, S, Hq/R, D], k and v[B, S, Hkv/R, D], in the dtype of `x` or of autocast. Raises
+    ValueError if shapes or dtypes do not match.
     """
     cut = group if sequence_parallel else None
     if x.ndim != 2 or len(x) * group_size(cut) != shape[0] * shape[1]:

@@ -49,9 +49,6 @@ class Search:
         hardware: their figures.
         sequences: sequences per step, over all data replicas.
         dtype: dtype of parameters and activations.
-
-    Raises:
-        ValueError: there are no GPUs or no sequences.
     """
 
     config: GPTConfig
@@ -112,10 +109,8 @@ def choose_layouts(search: Search, keep: int = 5, *, families: bool = True) -> F
     """Return at most `keep` of the fastest layouts: the fastest of each family.
 
     A family is left out if a different one shards over fewer of its axes and is as fast. With
-    `families` False the layouts are the fastest overall.
-
-    Raises:
-        ValueError: there is none; the message has the most common reasons, with counts.
+    `families` False the layouts are the fastest overall. Raises ValueError, with the most common
+    reasons and their counts, if there is none.
     """
     found, heap, number = Found(), [], count()
     seen: dict[frozenset[str], float] = {}  # family -> the time of its fastest

@@ -133,11 +133,8 @@ _FIELDS: dict[str, tuple[str, Any]] = {  # of a file: the record that has the fi
 
 
 def find_hardware(name: str) -> Hardware:
-    """Return the row of `HARDWARE` of that name, or the hardware of the file of that name.
-
-    Raises:
-        ValueError: there is no such row or file, or a field is unknown or missing.
-    """
+    """Return the row of `HARDWARE` of that name, or the hardware of the file of that name. Raise
+    ValueError if there is no such row or file, or if a field is unknown or missing."""
     if name in HARDWARE:
         found = HARDWARE[name]
     elif Path(name).suffix in (".toml", ".json"):

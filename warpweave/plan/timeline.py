@@ -17,7 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 from warpweave.parallel.schedule.actions import RECEIVES, Action
@@ -38,14 +38,22 @@ _DARKER = "; darker: a rank's later stages"
 _LETTER = 6.2  # average width of a letter in pixels
 
 
-def bars(timeline: Timeline) -> Iterator[tuple[int, Cell, str]]:
-    """Yield the bars to draw, (rank, cell, color): every action that takes time."""
+class Bar(NamedTuple):
+    """One action of a rank in time, with its color."""
+
+    rank: int
+    cell: Cell
+    colour: str
+
+
+def bars(timeline: Timeline) -> Iterator[Bar]:
+    """Yield the bars to draw: every action that takes time."""
     for rank, row in enumerate(timeline.cells):
         stages = sorted({cell.action.stage for cell in row})
         for cell in row:
             if cell.end > cell.start:
                 at = stages.index(cell.action.stage) / max(1, len(stages) - 1)
-                yield rank, cell, _colour(cell.action.op, at)
+                yield Bar(rank, cell, _colour(cell.action.op, at))
 
 
 def _colour(op: str, at: float) -> str:
@@ -110,10 +118,8 @@ def svg(panels: Mapping[str, Timeline], *, tooltips: bool = False, unit: str = "
     """Draw all timelines below each other as one SVG document, with a shared time axis and a
     legend.
 
-    Args:
-        panels: title -> timeline, all in the same unit of time.
-        tooltips: show each bar's action and times on hover; makes the file larger.
-        unit: the unit of time.
+    `panels` are title -> timeline, all in the same `unit` of time. `tooltips` show each bar's
+    action and times on hover; they make the file larger.
     """
     span = max(timeline.span for timeline in panels.values())
     scale, (many, shown) = WIDTH / span, in_units(span, unit)
@@ -130,13 +136,13 @@ def svg(panels: Mapping[str, Timeline], *, tooltips: bool = False, unit: str = "
         for rank, (action, start, end), colour in bars(timeline):
             x, width, y = LEFT + (start - begin) * scale, (end - start) * scale, top + rank * ROW
             shade = colours.setdefault(colour, f"c{len(colours)}")
-            tip = f"<title>{action}: {start * many:g} to {end * many:g} {shown}</title>"
-            tip = tip if tooltips else ""
-            number = f' data-n="{_name(action)}"' if tooltips else ""
-            places = 3 if tooltips else 1  # pages can be zoomed
+            number, end_of_rect, places = "", "/>", 1
+            if tooltips:
+                tip = f"<title>{action}: {start * many:g} to {end * many:g} {shown}</title>"
+                number, end_of_rect = f' data-n="{_name(action)}"', f">{tip}</rect>"
+                places = 3  # pages can be zoomed
             rect = f'<rect x="{x:.{places}f}" y="{y}" width="{width:.{places}f}"'
-            rect += f' height="{ROW - 2}"{number}'
-            elements.append(f'{rect} class="{shade}"' + (f">{tip}</rect>" if tip else "/>"))
+            elements.append(f'{rect} height="{ROW - 2}"{number} class="{shade}"{end_of_rect}')
             if width >= LABEL and _name(action):
                 elements.append(
                     f'<text x="{x + width / 2:.1f}" y="{y + 13}" class="n">{action.mb}</text>'

@@ -36,14 +36,10 @@ STYLES: dict[str, dict] = {
         "logit_softcap": 0.25, "embedding_scale": 2.5, "windows": (3, 0),
         "local_rope_theta": 100.0, "rope_scaling": RopeScaling("linear", 4.0)
     },  # the options of Gemma 2 and 3 together
-    "olmo": {
-        "positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False,
-        "norm_place": "post", "qk_norm": True, "qk_norm_whole": True
-    },
-    "primer": {
-        "positions": "rope", "norm": "layer", "norm_bias": False, "activation": "relu2",
-        "bias": True
-    },
+    "olmo": {"positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False,
+             "norm_place": "post", "qk_norm": True, "qk_norm_whole": True},
+    "primer": {"positions": "rope", "norm": "layer", "norm_bias": False, "activation": "relu2",
+               "bias": True},
 }  # fmt: skip
 SYNCHRONOUS = tuple(name for name, family in FAMILIES.items() if not family.asynchronous)
 ASYNCHRONOUS = tuple(name for name in FAMILIES if name not in SYNCHRONOUS)

@@ -27,11 +27,7 @@ FAMILIES: dict[str, ScheduleFamily] = {
 
 def find_family(name: str, known: Collection[str] = FAMILIES.keys()) -> ScheduleFamily:
     """Return the schedule of a name in `known`, or of a file in torch's notation if the path ends
-    in .csv.
-
-    Raises:
-        ValueError: in one line, if the name is unknown, or the file cannot be read or is invalid.
-    """
+    in .csv. Raise ValueError, in one line, if there is none or the file is invalid."""
     if name.endswith(".csv"):
         return _in_file(Path(name))
     if name not in known:
@@ -45,9 +41,8 @@ def find_family(name: str, known: Collection[str] = FAMILIES.keys()) -> Schedule
 def _in_file(path: Path) -> ScheduleFamily:
     """Return the schedule in a file, with or without messages.
 
-    Messages in the file are validated and then removed, because the caller adds them itself. The
-    result must be valid with the caller's messages as well. Sums, ties, ZeRO's gathers and updates
-    are rejected because they follow from other options. Ranks without actions are also rejected.
+    Messages in the file are validated and then removed, because the caller adds them itself. Sums,
+    ties and updates are rejected because they follow from other options.
     """
     try:
         lists = from_csv(path.read_text().rstrip())  # without blank lines at the end
