@@ -80,10 +80,8 @@ class SequenceLayout:
         if self.kind not in get_args(Kind):
             raise ValueError(f"kind must be one of {get_args(Kind)}, got {self.kind!r}")
         if self.parts < 1 or self.seq_len < 0:
-            raise ValueError(
-                f"expected parts >= 1 and seq_len >= 0, got parts={self.parts}, "
-                f"seq_len={self.seq_len}"
-            )
+            given = f"parts={self.parts}, seq_len={self.seq_len}"
+            raise ValueError(f"expected parts >= 1 and seq_len >= 0, got {given}")
         if (self.chunks is not None) != (self.kind == "balanced"):
             raise ValueError(
                 "kind 'balanced' requires chunks, and other kinds do not allow them (`balance` "
@@ -181,11 +179,8 @@ class SequenceLayout:
             raise ValueError(f"expected one shard per rank ({self.parts}), got {len(shards)}")
         parts: list[tuple[int, torch.Tensor]] = []
         for rank, shard in enumerate(shards):
-            if shard.shape[dim] != self.local_len:
-                raise ValueError(
-                    f"expected {self.local_len} rows in dim {dim} of shard {rank}, "
-                    f"got {shard.shape[dim]}"
-                )
+            if (rows := shard.shape[dim]) != (own := self.local_len):
+                raise ValueError(f"expected {own} rows in dim {dim} of shard {rank}, got {rows}")
             starts, lengths, _ = zip(*self.runs(rank))
             parts += zip(starts, shard.split(lengths, dim))
         if self.kind == "striped":

@@ -28,6 +28,7 @@ from warpweave.parallel.context.kept import Kept
 from warpweave.parallel.data.batch_norm import recomputing
 from warpweave.parallel.data.reduce import end_to_end
 from warpweave.parallel.data.unit import Unit
+from warpweave.parallel.pipeline.interface import check_version
 from warpweave.parallel.pipeline.losses import Losses, Output, add_losses, split_losses
 
 # (x, batch) -> y, or (y, losses). x is None for the first segment of the first stage. y is None for
@@ -184,16 +185,10 @@ class ChainStage:
 
     def _age(self, mb: int) -> int:
         """The number of updates by which the weights that `mb` reads are older than the newest."""
-        version = self._saved[mb].version
-        age = self._newest - version
-        kept = min(unit.parameters.kept for unit in self.units) if age else 1
-        if not 0 <= age < kept:
-            held = list(range(self._newest - kept + 1, self._newest + 1))
-            raise ValueError(
-                f"micro-batch {mb} reads version {version} of the weights, but the stage holds "
-                f"only versions {held}"
-            )
-        return age
+        newest, version = self._newest, self._saved[mb].version
+        kept = min(unit.parameters.kept for unit in self.units) if newest != version else 1
+        check_version(mb, version, range(newest - kept + 1, newest + 1))
+        return newest - version
 
     # ------------------------------------------------------------------ forward
 

@@ -32,8 +32,6 @@ The rank of each stage follows from the lists (`placement`), so looped and V-sha
 no other data. `Action.ver` is the version of the weights that an ``F`` reads; everything in a step
 of a synchronous schedule reads version 0. Sources: GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush,
 arXiv:2006.09503).
-
-This file uses only the standard library. Every error is a one-line ``ValueError`` with the numbers.
 """
 
 from __future__ import annotations
@@ -172,10 +170,8 @@ def placement(lists: Schedule) -> list[int]:
     for rank, actions in enumerate(lists):
         for action in actions:
             if rank_of.setdefault(action.stage, rank) != rank:
-                raise ValueError(
-                    f"stage {action.stage} must be on one rank, got ranks "
-                    f"{rank_of[action.stage]} and {rank}"
-                )
+                both = f"{rank_of[action.stage]} and {rank}"
+                raise ValueError(f"stage {action.stage} must be on one rank, got ranks {both}")
     if sorted(rank_of) != list(range(len(rank_of))) or not rank_of:
         raise ValueError(
             f"stages must be numbered 0, 1, 2, ... without gaps, got {sorted(rank_of)}"

@@ -130,7 +130,7 @@ def posted_ahead(lists: Schedule) -> dict[Position, list[Action]]:
     """Position -> the receives to post just before it, one ahead of need on each link.
 
     The first receive of a link is posted before everything else, each later one when the previous
-    one is taken. Every message then travels while its receiver computes. Use this for gloo, where a
+    one is taken, so messages travel while their receivers compute. Use this for gloo, where a
     posted receive is just a waiting buffer.
     """
     rank_of = placement(lists)

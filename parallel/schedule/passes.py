@@ -105,12 +105,11 @@ def with_comm(lists: Schedule, rank_of: Sequence[int] | None = None) -> Schedule
     that rank needs it.
 
     Sends do not block, so a send directly follows the action that computes its data. A receive
-    directly precedes the action that uses it; transports post receives earlier. Activations and
-    gradients have separate links. On each link, receives must be in the order of sends. They are in
-    every known schedule, and `validate` checks it. In a pass that is left open (`open_passes`),
-    data that only a later pass uses is received at the end, and data that an earlier pass received
-    is not received again. Pass `rank_of`, the rank of each stage, if some stage has no action in
-    the pass.
+    directly precedes the action that uses it; transports post receives earlier. On each link,
+    receives must be in the order of sends, which `validate` checks. In a pass that is left open
+    (`open_passes`), data that only a later pass uses is received at the end, and data that an
+    earlier pass received is not received again. Pass `rank_of`, the rank of each stage, if some
+    stage has no action in the pass.
 
     Examples:
         >>> from warpweave.parallel.schedule import gpipe

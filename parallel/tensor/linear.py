@@ -195,15 +195,15 @@ def _check_linear(
     group: dist.ProcessGroup | None,
 ) -> torch.dtype:
     """Return the dtype to compute in. Raise ValueError if shapes or dtypes do not match."""
+    name = f"{name} on rank {group_rank(group)}"
     if (x.dim() < 2 and group is not None) or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{name} on rank {group_rank(group)}: x must be [..., K] (with at least two dims if "
-            "there is a group) and weight must be [N, K], got "
-            f"x{[*x.shape]} and weight{[*weight.shape]}"
+            f"{name}: x must be [..., K] (with at least two dims if there is a group) and weight "
+            f"must be [N, K], got x{[*x.shape]} and weight{[*weight.shape]}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"{name} on rank {group_rank(group)}: expected bias{[*weight.shape[:1]]} for "
-            f"weight{[*weight.shape]}, got bias{[*bias.shape]}"
+            f"{name}: expected bias{[*weight.shape[:1]]} for weight{[*weight.shape]}, got "
+            f"bias{[*bias.shape]}"
         )
-    return operand_dtype(f"{name} on rank {group_rank(group)}", x, {"weight": weight, "bias": bias})
+    return operand_dtype(name, x, {"weight": weight, "bias": bias})

@@ -59,9 +59,8 @@ class Search:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.sequences < 1:
-            raise ValueError(
-                f"gpus and sequences must be at least 1, got {self.gpus} and {self.sequences}"
-            )
+            given = f"{self.gpus} and {self.sequences}"
+            raise ValueError(f"gpus and sequences must be at least 1, got {given}")
 
 
 @dataclass(frozen=True)
@@ -193,8 +192,7 @@ def _of_mesh(search: Search, mesh: Mesh, refused: Counter[str]) -> Iterator[Job]
     each = search.sequences // mesh.dp
     for batch in (n for n in _BATCHES if each % n == 0):
         plan = ParallelPlan(microbatches=each // batch)
-        like: dict[str, Any] = {"device_type": "cuda", "hardware": search.hardware}
-        job = Job(search.config, mesh, plan, batch, search.dtype, **like)
+        job = Job(search.config, mesh, plan, batch, search.dtype, "cuda", hardware=search.hardware)
         if job.tokens % mesh.tp:
             refused[f"{job.tokens} tokens are not divisible by tp = {mesh.tp}"] += 1
             continue
@@ -230,14 +228,11 @@ def _chunk_counts(fixed: int | None, layers: int, pp: int) -> list[int]:
 
 def _none(search: Search, found: Found, bound: float) -> str:
     """Explain in one line why no layout is left; those that were pruned need more than `bound`."""
-    room = search.hardware.capacity / _GIB
+    room = f"{search.hardware.name} has {search.hardware.capacity / _GIB:.1f}"
     what = f"no layout of {search.gpus} GPUs"
     miss = math.inf if found.miss is None else found.miss[1]
     if (least := min(bound, miss)) < math.inf:
         needs = f"{'more than ' if bound < miss else ''}{least / _GIB:.1f} GiB"
-        return (
-            f"{what} fits: the smallest needs {needs} per GPU, but "
-            f"{search.hardware.name} has {room:.1f}"
-        )
+        return f"{what} fits: the smallest needs {needs} per GPU, but {room}"
     reasons = ", ".join(f"{why} ({n})" for why, n in found.refused.most_common(3))
     return f"{what} is possible: {reasons or 'their number has no suitable divisors'}"

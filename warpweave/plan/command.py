@@ -142,11 +142,8 @@ def _nearest_miss(search: Search, found: Found) -> Iterator[str]:
     if found.miss is not None:
         job, needed = found.miss
         options = " ".join(f"{k} {v}" for k, v in options_of_job(job).items())
-        room = search.hardware.capacity / _GIB
-        yield (
-            f"nearest miss: {options} needs {needed / _GIB:.1f} GiB per GPU, but "
-            f"{search.hardware.name} has {room:.1f}"
-        )
+        room = f"{search.hardware.name} has {search.hardware.capacity / _GIB:.1f}"
+        yield f"nearest miss: {options} needs {needed / _GIB:.1f} GiB per GPU, but {room}"
 
 
 def _html(config: PlanConfig, search: Search, found: Found) -> str:

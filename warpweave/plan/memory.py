@@ -195,7 +195,11 @@ def _estimate_rank(step: TrainingStep, rank: int) -> MemoryEstimate:
         gradients += (4 if data > 1 else 2) * U * master
     update = 4 * (matrices // (data if zero else 1) + largest) * master
     loading = max(_units(step.config, 1, (0,), 0).values()) * 4 * 2
-    parts = weights, gradients, held.optimizer, _activation_bytes(step, rank), loading
+    whole, kept = _kept(step)
+    activations = live_blocks(step.plan, step.mesh.pp, step.config)[rank] * kept + 3 * whole
+    if stage_ranks(step.plan, step.mesh.pp)[-1] == rank:
+        activations += _loss(step, size, master)
+    parts = weights, gradients, held.optimizer, activations, loading
     return MemoryEstimate(*parts, _gpu(step, master), update)
 
 
@@ -222,15 +226,6 @@ def _kept(step: TrainingStep) -> tuple[int, int]:
     again = step.rows * config.width * size + attended * step.tokens // mesh.tp
     kept = {"none": whole, "selective": whole - spared, "full": again}[step.plan.recompute]
     return whole, kept
-
-
-def _activation_bytes(step: TrainingStep, rank: int) -> int:
-    """Return the activation bytes of a pipeline rank at the peak of its backward."""
-    config, mesh, size = step.config, step.mesh, SIZES[step.dtype]
-    whole, kept = _kept(step)
-    found = live_blocks(step.plan, mesh.pp, config)[rank] * kept + 3 * whole
-    last = stage_ranks(step.plan, mesh.pp)[-1] == rank
-    return found + (_loss(step, size, max(size, 4)) if last else 0)
 
 
 def stage_ranks(plan: ParallelPlan, ranks: int) -> tuple[int, ...]:
