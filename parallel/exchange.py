@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from warpweave.parallel.collectives import start_all_gather
-
 
 def exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """All-gather JSON values, in rank order. Every rank of `group` must call it."""
@@ -19,7 +17,13 @@ def exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = torch.tensor([data.numel()], device=device)
-    sizes = start_all_gather(size, group).wait().tolist()
-    padded = torch.nn.functional.pad(data, (0, max(sizes) - data.numel()))
-    rows = start_all_gather(padded.unsqueeze(0), group).wait().cpu()
-    return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    lengths = [int(n) for n in sizes]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    rows = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(rows, padded, group=group)
+    return [
+        json.loads(row[:n].cpu().numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)
+    ]

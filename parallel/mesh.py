@@ -261,11 +261,9 @@ class Mesh:
             if along not in made and axis in AXES:
                 made[along] = device_mesh.get_group(axis)
             elif along not in made:
-                options = group_options(device_mesh.device_type, CTAS, timeout)
-                every = self.members(axis)
-                made[along], _ = dist.new_subgroups_by_enumeration(
-                    every, timeout, pg_options=options
-                )
+                given = {"pg_options": group_options(device_mesh.device_type, CTAS, timeout)}
+                every = dist.new_subgroups_by_enumeration(self.members(axis), timeout, **given)
+                made[along] = every[0]
             groups[axis] = made[along]
         return groups
 

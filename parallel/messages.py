@@ -235,9 +235,6 @@ def _deliver(queues: list[_Queues]) -> bool:
 
 def _waits(queues: list[_Queues]) -> list[str]:
     """For each waiting rank, a description of the ranks that it waits for."""
-    return [
-        f"rank {rank} waits for ranks {sorted({*queue[0].sends, *queue[0].receives})}"
-        for rank, own in enumerate(queues)
-        for queue in own.values()
-        if queue
-    ]
+    first = ((rank, q[0]) for rank, own in enumerate(queues) for q in own.values() if q)
+    peers = ((rank, sorted({*ends.sends, *ends.receives})) for rank, ends in first)
+    return [f"rank {rank} waits for ranks {others}" for rank, others in peers]

@@ -92,10 +92,8 @@ def explain(
         taken = by_bytes(layout, heads, kv_heads, causal, window, ulysses)
         why = "by bytes: no link speeds were given"
         return tuple(replace(c, auto=why if c.strategy == taken else "") for c in costs)
-    costs = sorted(
-        (use.cost(use.exposed(shape, links)) for use in found),
-        key=lambda cost: (cost.exposed, cost.messages, cost.memory),
-    )
+    costs = [use.cost(use.exposed(shape, links)) for use in found]
+    costs.sort(key=lambda cost: (cost.exposed, cost.messages, cost.memory))
     held, why = links.memory, "least exposed time"
     if held is not None:
         why += f" among the strategies that hold at most {held / 1e6:.2f} MB"

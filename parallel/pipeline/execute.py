@@ -178,15 +178,11 @@ def execute(
 
 def _check_closed(rank: int, state: _RankState) -> None:
     if state.owed:
-        raise RuntimeError(
-            f"rank {rank}: no W follows the I of these (stage, micro-batch) pairs: "
-            f"{sorted(state.owed)}"
-        )
+        pairs = f"(stage, micro-batch) pairs: {sorted(state.owed)}"
+        raise RuntimeError(f"rank {rank}: no W follows the I of these {pairs}")
     if state.held:
-        raise RuntimeError(
-            f"rank {rank}: the action list ends with unused data of these (kind, stage, "
-            f"micro-batch): {sorted(state.held)}"
-        )
+        left = f"data of these (kind, stage, micro-batch): {sorted(state.held)}"
+        raise RuntimeError(f"rank {rank}: the action list ends with unused {left}")
 
 
 def _run_rank(

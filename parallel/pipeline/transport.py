@@ -231,10 +231,9 @@ class Distributed:
         self._communicators: dict[Link, ProcessGroup] = own
         self._posted: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._sending: dict[Action, tuple[Link, dist.Work, Tensor]] = {}
-        self._ending = {
-            a[1:3] for a in lists[self.rank] if a.op in FINISHES
-        }  # (stage, micro-batch)
-        self._received: dict[tuple[int, int], list[Tensor]] = defaultdict(list)  # by `_ending`
+        # (stage, micro-batch) pairs that end on this rank, and the buffers to free when they do
+        self._ending = {a[1:3] for a in lists[self.rank] if a.op in FINISHES}
+        self._received: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         self._buffers = Buffers()
 
     def _connect(self) -> dict[Link, ProcessGroup]:

@@ -176,27 +176,21 @@ def with_tie(lists: Schedule) -> Schedule:
     once and needs no TIE. If the first and last stage are on one rank, they get one local TIE.
     """
     rank_of = placement(lists)
-    _refuse_updates(lists, "with_tie")
-    if len(rank_of) == 1:
-        return [list(actions) for actions in lists]
-    tied = tied_stages(rank_of)
-    return [
-        list(actions) + [Action(TIE, s) for s in tied if rank_of[s] == rank]
-        for rank, actions in enumerate(lists)
-    ]
+    tied = tied_stages(rank_of) if len(rank_of) > 1 else ()
+    return _with_last(lists, [Action(TIE, s) for s in tied], "with_tie")
 
 
 def with_update(lists: Schedule) -> Schedule:
     """Add each stage's optimizer step, which produces version 1, at the end of its rank's list."""
-    _refuse_updates(lists, "with_update")
+    stages = range(len(placement(lists)))
+    return _with_last(lists, [Action(UPDATE, s, WHOLE, 1) for s in stages], "with_update")
+
+
+def _with_last(lists: Schedule, added: Sequence[Action], name: str) -> Schedule:
+    """Append each action to the list of its stage's rank, which must not have an UPDATE yet."""
     rank_of = placement(lists)
-    return [
-        list(actions) + [Action(UPDATE, s, WHOLE, 1) for s, r in enumerate(rank_of) if r == rank]
-        for rank, actions in enumerate(lists)
-    ]
-
-
-def _refuse_updates(lists: Schedule, name: str) -> None:
     for rank, actions in enumerate(lists):
         if any(a.op == UPDATE for a in actions):
             raise ValueError(f"{name}: rank {rank} already has {UPDATE}; pass lists without it")
+    own = ([a for a in added if rank_of[a.stage] == rank] for rank in range(len(lists)))
+    return [[*actions, *last] for actions, last in zip(lists, own)]

@@ -68,10 +68,8 @@ def spread(records: Sequence[ParamRecord], servers: int) -> list[list[ParamRecor
         [['weight'], ['bias']]
     """
     if not 1 <= servers <= len(records):
-        raise ValueError(
-            f"servers must be from 1 to {len(records)} (each holds at least one parameter), got "
-            f"{servers}"
-        )
+        most = f"{len(records)} (each holds at least one parameter)"
+        raise ValueError(f"servers must be from 1 to {most}, got {servers}")
     parts: list[list[ParamRecord]] = [[] for _ in range(servers)]
     loads = [0] * servers
     for record in sorted(records, key=lambda r: (-torch.Size(r.shape).numel(), r.name)):

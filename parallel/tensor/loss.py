@@ -64,10 +64,8 @@ def vocab_parallel_cross_entropy(
     """
     name = f"vocab_parallel_cross_entropy on rank {group_rank(group)}"
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
-        raise ValueError(
-            f"{name}: expected logits[T, V/R] and labels[T], got {tuple(logits.shape)} and "
-            f"{tuple(labels.shape)}"
-        )
+        given = f"{tuple(logits.shape)} and {tuple(labels.shape)}"
+        raise ValueError(f"{name}: expected logits[T, V/R] and labels[T], got {given}")
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"{name}: label_smoothing must be in [0, 1), got {label_smoothing}")
     if not z_loss >= 0:

@@ -80,9 +80,8 @@ def check_memory(step: TrainingStep, *, free: int, ranks: int, total: int | None
     now, mesh, plan, on_gpu = needed(step), step.mesh, step.plan, step.device_type == "cuda"
     if now <= free:
         return
-    ways: dict[str, tuple[str, dict[str, Any]]] = {
-        "--recompute full": ("plan", {"recompute": "full"})
-    }
+    ways: dict[str, tuple[str, dict[str, Any]]] = {}  # a record of the step ("" for itself), change
+    ways["--recompute full"] = "plan", {"recompute": "full"}
     if mesh.data > 1:
         ways["--zero 3"] = "plan", {"zero": 3}
     if mesh.size("replica") > 1:
