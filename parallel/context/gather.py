@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from warpweave.kernels.attention.backward import block_bwd
 from warpweave.kernels.attention.forward import block_fwd
@@ -31,6 +32,7 @@ from warpweave.kernels.attention.options import AttentionOptions, Upstream
 from warpweave.kernels.reference import compute_dtype
 from warpweave.parallel.collectives import Pending, start_all_gather, start_reduce_scatter
 from warpweave.parallel.context.strategy import ForwardBackward, Shards
+from warpweave.parallel.layout import SequenceLayout
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -72,9 +74,7 @@ def gather_backward(
                 grad_dtype=compute_dtype(q), into=(None, dk, dv),
             )  # fmt: skip
             dqs.append(dq.to(q.dtype))
-        whole, layout = torch.stack((dk, dv)), shards.layout
-        terms = torch.cat([layout.shard(whole, rank, 2) for rank in range(layout.parts)])
-        own = start_reduce_scatter(terms, shards.group).wait()
+        own = _reduce_scatter(dk, dv, shards.layout, shards.group)
         grads.append((_concatenated(dqs, 1), *(x.to(k.dtype) for x in own)))
     dq, dk, dv = (_concatenated(of_heads, 2) for of_heads in zip(*grads))
     return dq, dk, dv
@@ -128,3 +128,13 @@ def _kernel_calls(
 
 GATHER = ForwardBackward(gather_forward, gather_backward)
 STREAM = ForwardBackward(partial(gather_forward, each=1), partial(gather_backward, each=1))
+
+
+def _reduce_scatter(
+    dk: torch.Tensor, dv: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dK, dV[B, S, H, D]{partial cp} -> dk, dv[B, S/cp, H, D], this rank's rows of the sums."""
+    whole = torch.stack((dk, dv))
+    terms = torch.cat([layout.shard(whole, rank, 2) for rank in range(layout.parts)])
+    dk, dv = start_reduce_scatter(terms, group).wait()
+    return dk, dv
