@@ -81,13 +81,15 @@ def by_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
 
 class Pending:
     """A collective that has been started. ``wait()`` returns its result; on CUDA it waits in stream
-    order, without a host sync."""
+    order, without a host sync.
+
+    Until then, don't write to what it sends, and don't read or write what it receives. Shapes and
+    dtypes are the same on every rank.
+    """
 
     def __init__(self, work: dist.Work | None, finish: Callable[[], Any]) -> None:
-        self._work = work
-        self._finish = (
-            finish  # holds the buffers, so none is freed while a transfer reads or writes it
-        )
+        # `finish` holds the buffers, so none is freed while a transfer reads or writes it.
+        self._work, self._finish = work, finish
 
     def wait(self) -> Any:
         """Return the result. The current stream (on a CPU, the caller) waits for the collective."""
@@ -98,18 +100,9 @@ class Pending:
 
 
 def start_all_reduce_(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
-    """Start summing `x` over the ranks of `group`, in place and in the dtype of `x`.
+    """Start summing `x` over the ranks of `group`, in place and in the dtype of `x`, the result.
 
-    Args:
-        x: contiguous, with the same shape and dtype on every rank. Don't read or write it before
-            ``wait()``.
-        group: the ranks to sum over; None leaves `x` unchanged.
-
-    Returns:
-        A ``Pending`` whose result is `x`, which then holds the sum.
-
-    Raises:
-        ValueError: `x` is not contiguous.
+    Raises ``ValueError`` if `x` is not contiguous.
     """
     if group is None:
         return Pending(None, lambda: x)
@@ -122,19 +115,9 @@ def start_all_reduce_(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pendi
 
 
 def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Pending:
-    """Start an all-gather along `dim` of the slices `x` of all ranks of `group`, in rank order.
+    """Start an all-gather along `dim` of the slices x[..., n/R, ...] of all R ranks, in rank order.
 
-    Args:
-        x: x[..., n/R, ...] at `dim`, with the same shape and dtype on every rank. Don't write to it
-            before ``wait()``.
-        group: the R ranks; None returns `x`.
-        dim: 0 needs no local copy; any other dim needs one copy of the result.
-
-    Returns:
-        A ``Pending`` whose result is x[..., n, ...], contiguous.
-
-    Raises:
-        ValueError: `x` does not have this dim.
+    The result is x[..., n, ...], contiguous. Raises ``ValueError`` if `x` does not have this dim.
     """
     dim = _normal_dim(x, dim)
     if group is None:
@@ -154,21 +137,11 @@ def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int 
 
 
 def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Pending:
-    """Start a reduce-scatter: sum `x` over the ranks of `group` and give each its slice of `dim`.
+    """Start a reduce-scatter: sum x[..., n, ...] over the R ranks and give each its slice of `dim`.
 
-    The sum is in the dtype of `x`. Pass fp32 to add low-precision terms.
-
-    Args:
-        x: x[..., n, ...] at `dim`, with the same shape and dtype on every rank. Don't write to it
-            before ``wait()``.
-        group: the R ranks; None returns `x`.
-        dim: 0 needs no local copy; any other dim needs one copy of `x`.
-
-    Returns:
-        A ``Pending`` whose result is x[..., n/R, ...], contiguous.
-
-    Raises:
-        ValueError: `x` does not have this dim, or its size is not divisible by R.
+    The sum is in the dtype of `x`: pass fp32 to add low-precision terms. The result is
+    x[..., n/R, ...], contiguous. Raises ``ValueError`` if `x` does not have this dim, or if its
+    size is not divisible by R.
     """
     dim = _normal_dim(x, dim)
     if group is None:
@@ -193,15 +166,9 @@ def start_exchange(
     source: int,
     group: dist.ProcessGroup,
 ) -> Pending:
-    """Start sending `send` to rank `dest` of `group` and receiving `recv` from rank `source`.
-
-    Both tensors must be contiguous and match the other end's tensor in dtype and size. Before
-    ``wait()``, don't read or write `recv` and don't write `send`. Pass None for no message in that
-    direction; the other rank must then also pass None.
-
-    Returns:
-        A ``Pending`` whose result is `recv`.
-    """
+    """Start sending `send` to rank `dest` of `group` and receiving `recv`, the result, from rank
+    `source`. Both are contiguous and match the other end's tensor in dtype and size. Pass None for
+    no message in that direction; the other rank must then also pass None."""
     sends = [] if send is None else [(send, dest)]
     receives = [] if recv is None else [(recv, source)]
     batch = start_batch(sends, receives, group)
@@ -215,15 +182,9 @@ def start_batch(
 ) -> Pending:
     """Start messages to and from ranks of `group` that begin and end together.
 
-    Args:
-        sends: contiguous tensors, each with its destination rank. Don't write to them before
-            ``wait()``.
-        receives: buffers, each with its source rank and the dtype and size of what is sent. Don't
-            read or write them before ``wait()``. Messages from one rank to another arrive in the
-            order in which both ranks list them.
-
-    Returns:
-        A ``Pending`` whose result is `receives`.
+    `sends` are contiguous tensors, each with its destination rank. `receives`, the result, are
+    buffers, each with its source rank and the dtype and size of what is sent. Messages from one
+    rank to another arrive in the order in which both ranks list them.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     # One batch: NCCL deadlocks if two ranks order individual sends and receives differently.
@@ -253,14 +214,10 @@ def start_all_to_all(
     recv_sizes: list[int],
     group: dist.ProcessGroup | None,
 ) -> Pending:
-    """Start an all-to-all: part r of `send` goes to rank r, and part r of `recv` comes from it.
+    """Start an all-to-all: rank r gets part r of `send`, and sends part r of `recv`, the result.
 
     Both are flat and contiguous, of one dtype, with parts in rank order, including one for this
-    rank itself. The size that rank a sends to b must be the size that b expects from a. Don't read
-    or write either before ``wait()``.
-
-    Returns:
-        A ``Pending`` whose result is `recv`.
+    rank itself. The size that rank a sends to b must be the size that b expects from a.
     """
     if group is None:
         return Pending(None, lambda: recv.copy_(send))

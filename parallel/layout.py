@@ -80,10 +80,8 @@ class SequenceLayout:
         if self.kind not in get_args(Kind):
             raise ValueError(f"kind must be one of {get_args(Kind)}, got {self.kind!r}")
         if self.parts < 1 or self.seq_len < 0:
-            raise ValueError(
-                f"expected parts >= 1 and seq_len >= 0, got parts={self.parts}, "
-                f"seq_len={self.seq_len}"
-            )
+            given = f"parts={self.parts}, seq_len={self.seq_len}"
+            raise ValueError(f"expected parts >= 1 and seq_len >= 0, got {given}")
         if (self.chunks is not None) != (self.kind == "balanced"):
             raise ValueError(
                 "kind 'balanced' requires chunks, and other kinds do not allow them (`balance` "
@@ -97,9 +95,8 @@ class SequenceLayout:
                     "expected the same nonzero number of chunks for each of the "
                     f"{self.parts} parts, got {[len(own) for own in self.chunks]}"
                 )
-            if numbers != [*range(len(numbers))] or any(
-                [*own] != sorted(own) for own in self.chunks
-            ):
+            ascending = all([*own] == sorted(own) for own in self.chunks)
+            if numbers != [*range(len(numbers))] or not ascending:
                 raise ValueError(
                     f"expected each of chunks 0 to {len(numbers) - 1} once, ascending on each "
                     f"rank, got {self.chunks}"
@@ -144,12 +141,8 @@ class SequenceLayout:
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
         """The global position of every local row of `rank`: int64[local_len], ascending."""
-        return torch.cat(
-            [
-                torch.arange(start, start + length * stripes, stripes, device=device)
-                for start, length, stripes in self.runs(rank)
-            ]
-        )
+        ranges = ((at.start, at.stop, at.step) for at in self._ranges(rank))
+        return torch.cat([torch.arange(*bounds, device=device) for bounds in ranges])
 
     def owner(self, position: int) -> int:
         """Return the rank that holds a position."""
@@ -186,15 +179,10 @@ class SequenceLayout:
             raise ValueError(f"expected one shard per rank ({self.parts}), got {len(shards)}")
         parts: list[tuple[int, torch.Tensor]] = []
         for rank, shard in enumerate(shards):
-            if shard.shape[dim] != self.local_len:
-                raise ValueError(
-                    f"expected {self.local_len} rows in dim {dim} of shard {rank}, "
-                    f"got {shard.shape[dim]}"
-                )
-            runs = self.runs(rank)
-            parts += zip(
-                [run.start for run in runs], shard.split([run.length for run in runs], dim)
-            )
+            if (rows := shard.shape[dim]) != (own := self.local_len):
+                raise ValueError(f"expected {own} rows in dim {dim} of shard {rank}, got {rows}")
+            starts, lengths, _ = zip(*self.runs(rank))
+            parts += zip(starts, shard.split(lengths, dim))
         if self.kind == "striped":
             dim %= shards[0].dim()
             whole = torch.stack(tuple(shards), dim + 1).flatten(dim, dim + 1)
@@ -233,9 +221,8 @@ class SequenceLayout:
             line = ["."] * -(-self.seq_len // step)
             mine = [p for at in self._ranges(rank) for p in at if p < self.seq_len]
             for p in mine:
-                line[(p - seen[p] + 1) // step : p // step + 1] = "-" * (
-                    p // step + 1 - (p - seen[p] + 1) // step
-                )
+                first, stop = (p - seen[p] + 1) // step, p // step + 1
+                line[first:stop] = "-" * (stop - first)
             for p in mine:
                 line[p // step] = "#"
             lines.append(f"{rank:3} {''.join(line)} {pairs / mean:5.2f}")

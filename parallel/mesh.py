@@ -38,12 +38,7 @@ AXES = ("outer", "pp", "dp", "cp", "tp")
 # Axis -> (axis over the groups, axis within a group). The size of a group is a field of `Mesh`.
 SPLITS = {"dp": ("replica", "dp_shard"), "cp": ("ring", "ulysses")}
 # Outermost first, as in `AXES`.
-PRODUCTS = {
-    "data": ("dp", "cp"),
-    "shard": ("dp_shard", "cp"),
-    "inner": AXES[1:],
-    "world": AXES,
-}
+PRODUCTS = {"data": ("dp", "cp"), "shard": ("dp_shard", "cp"), "inner": AXES[1:], "world": AXES}
 
 
 def divisors(n: int) -> list[int]:
@@ -53,10 +48,7 @@ def divisors(n: int) -> list[int]:
 
 
 def factors(axis: str) -> tuple[str, ...]:
-    """The innermost axes that make up `axis`, outermost first; none is split or a product.
-
-    ("ring", "ulysses") for "cp", ("tp",) for "tp".
-    """
+    """The innermost axes that make up `axis`, outermost first: ("ring", "ulysses") for "cp"."""
     if axis not in SPLITS and axis not in PRODUCTS:
         return (axis,)
     found: tuple[str, ...] = ()
@@ -242,8 +234,7 @@ class Mesh:
             set_timeout = (
                 getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             )
-            made = {id(g): g for g in groups.values() if g not in (None, dist.group.WORLD)}
-            for group in made.values():
+            for group in {*groups.values()} - {None, dist.group.WORLD}:
                 set_timeout(timeout, group)
         return ConnectedMesh(self, dist.get_rank(), groups, device_mesh, timeout)
 
@@ -270,11 +261,9 @@ class Mesh:
             if along not in made and axis in AXES:
                 made[along] = device_mesh.get_group(axis)
             elif along not in made:
-                made[along], _ = dist.new_subgroups_by_enumeration(
-                    self.members(axis),
-                    timeout,
-                    pg_options=group_options(device_mesh.device_type, CTAS, timeout),
-                )
+                given = {"pg_options": group_options(device_mesh.device_type, CTAS, timeout)}
+                every = dist.new_subgroups_by_enumeration(self.members(axis), timeout, **given)
+                made[along] = every[0]
             groups[axis] = made[along]
         return groups
 
@@ -368,11 +357,8 @@ def single() -> ConnectedMesh:
 
 
 def connected(mesh: ConnectedMesh | None) -> ConnectedMesh:
-    """Return the mesh for a layer's `mesh` argument, where None means one device.
-
-    Raises:
-        ValueError: the mesh is not connected (`Mesh.connect`).
-    """
+    """Return the mesh for a layer's `mesh` argument, where None means one device. Raise ValueError
+    if the mesh is not connected (`Mesh.connect`)."""
     if isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be connected, but {mesh} has only sizes; pass mesh.connect()")
     return single() if mesh is None else mesh

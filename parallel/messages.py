@@ -19,10 +19,9 @@ it afterwards. Ranks may have different numbers of steps.
     hop 1    2 from 3      3 from 0      0 from 1      1 from 2
     hop 2    1 from 3      2 from 0      3 from 1      0 from 2
 
-The pipeline's executor (`pipeline.execute`) is also a generator of waits, but it has its own
-transports. Here, an algorithm owns its buffers, and a wait is for all pending messages. There, the
-transport knows the schedule: it owns the buffers, posts receives ahead of need, and frees a sent
-tensor when a later message acknowledges it, so no rank waits for a send.
+The pipeline's executor (`pipeline.execute`) has its own transports, which know the schedule. They
+own the buffers, post receives ahead of need, and wait for single messages. Here, an algorithm owns
+its buffers, and a wait is for all pending messages.
 """
 
 from __future__ import annotations
@@ -42,11 +41,8 @@ T = TypeVar("T")
 
 
 class Hop(NamedTuple):
-    """MPI's sendrecv: `send` goes to rank `dest`, `recv` comes from rank `source`.
-
-    Both are contiguous, and each end of a message has the same dtype and size. None means that this
-    rank sends or receives nothing.
-    """
+    """MPI's sendrecv: `send` goes to rank `dest`, `recv` comes from rank `source`
+    (`start_exchange`)."""
 
     send: torch.Tensor | None
     recv: torch.Tensor | None
@@ -63,25 +59,15 @@ class Hop(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Messages between ranks of a group that begin and end together: one NCCL group call.
-
-    Attributes:
-        sends: tensors, each with its destination rank.
-        receives: buffers, each with its source rank. Messages from one rank to another arrive in
-            the order in which both ranks list them.
-    """
+    """Messages between ranks of a group that begin and end together: one NCCL group call
+    (`start_batch`)."""
 
     sends: Sequence[tuple[torch.Tensor, int]]
     receives: Sequence[tuple[torch.Tensor, int]]
 
 
 class AllToAll(NamedTuple):
-    """Messages between all ranks of a Ulysses group.
-
-    The first ``send_sizes[0]`` elements of `send` go to the group's rank 0, and so on; `recv` is
-    filled in the same order. Both are flat tensors of one dtype. A rank copies what it sends to
-    itself.
-    """
+    """Messages between all ranks of a Ulysses group (`start_all_to_all`)."""
 
     send: torch.Tensor
     recv: torch.Tensor
@@ -153,18 +139,14 @@ _Queues = dict[type, "deque[_Ends]"]
 def run_in_process(every: Sequence[Steps[T]], *, inner: int = 1, overlap: bool = True) -> list[T]:
     """Execute the steps of all ranks in turn in this process, without any group.
 
-    All-to-alls are within groups of `inner` consecutive ranks. Hops are between ranks that have the
+    All-to-alls are within groups of `inner` consecutive ranks, hops between ranks that have the
     same index in their groups. Messages are copies, delivered when both sender and receiver wait
-    for them (``overlap=False``: when they start). Reading or writing a buffer too early therefore
-    gives wrong results.
+    for them (``overlap=False``: when they start), so using a buffer too early gives wrong results.
 
     The order is NCCL's: a rank's hops run one after the other, each when its peers have reached
-    theirs. All-to-alls do the same, concurrently with the hops. A program that would deadlock on
-    NCCL but not on gloo deadlocks here.
-
-    Raises:
-        RuntimeError: a deadlock, a rank that ends with pending messages, or a mismatch between the
-            two ends of a message; the error names the ranks.
+    theirs, and so do all-to-alls, concurrently with the hops. Raises RuntimeError, naming the
+    ranks, for a deadlock, also one that gloo would not have, for a rank that ends with pending
+    messages, and for a mismatch between the two ends of a message.
     """
     queues: list[_Queues] = [{Batch: deque(), AllToAll: deque()} for _ in every]
     results: dict[int, T] = {}
@@ -199,10 +181,9 @@ def _ends(rank: int, message: Hop | Batch | AllToAll, inner: int) -> _Ends:
     first, place = rank - rank % inner, rank % inner
     ends = _Ends({}, {})
     if isinstance(message, AllToAll):
-        for i, x in enumerate(message.send.split(message.send_sizes), first):
-            ends.sends[i] = [x]
-        for i, x in enumerate(message.recv.split(message.recv_sizes), first):
-            ends.receives[i] = [x]
+        parts = message.send.split(message.send_sizes), message.recv.split(message.recv_sizes)
+        for peers, mine in zip(ends, parts, strict=True):
+            peers |= {i: [x] for i, x in enumerate(mine, first)}
         return ends
     if isinstance(message, Hop):
         message = message.batch
@@ -254,9 +235,6 @@ def _deliver(queues: list[_Queues]) -> bool:
 
 def _waits(queues: list[_Queues]) -> list[str]:
     """For each waiting rank, a description of the ranks that it waits for."""
-    return [
-        f"rank {rank} waits for ranks {sorted({*queue[0].sends, *queue[0].receives})}"
-        for rank, own in enumerate(queues)
-        for queue in own.values()
-        if queue
-    ]
+    first = ((rank, q[0]) for rank, own in enumerate(queues) for q in own.values() if q)
+    peers = ((rank, sorted({*ends.sends, *ends.receives})) for rank, ends in first)
+    return [f"rank {rank} waits for ranks {others}" for rank, others in peers]

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.utils import _python_dispatch as dispatch
+from torch.utils._pytree import tree_leaves
 
 _NAMES = {
     "allreduce_": "all_reduce",
@@ -84,7 +85,8 @@ class Observer(dispatch.TorchDispatchMode):
         at = next(i for i, a in enumerate(func._schema.arguments) if a.name == "process_group")
         group = dist.ProcessGroup.unbox(args[at])
         ranks, name = tuple(dist.get_process_group_ranks(group)), str(group.group_name)
-        given = tuple(_tensors(args[at - 1]))  # in torch's schemas the input precedes the group
+        every = tree_leaves(args[at - 1])  # in torch's schemas the input precedes the group
+        given = tuple(x for x in every if isinstance(x, torch.Tensor))
         what = f"{_NAMES.get(op, op.strip('_'))} of {described(given)}"
         if op in ("send", "recv_"):
             me, peer = group.rank(), args[2]
@@ -103,14 +105,6 @@ class Observer(dispatch.TorchDispatchMode):
 def described(tensors: tuple[torch.Tensor, ...]) -> str:
     """ "float32[4, 5]" for each tensor, for error messages."""
     return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" for x in tensors)
-
-
-def _tensors(given: Any) -> Iterator[torch.Tensor]:
-    if isinstance(given, torch.Tensor):
-        yield given
-    elif isinstance(given, (list, tuple)):
-        for x in given:
-            yield from _tensors(x)
 
 
 def observers() -> list[Observer]:

@@ -38,15 +38,8 @@ def run_collective(
 
 
 def collective_steps(rank: int, rounds: Iterable[Round], x: torch.Tensor) -> Steps[torch.Tensor]:
-    """Run the `rounds` of `rank` on x[n], in place, and return `x`. A round is a batch of messages.
-
-    Args:
-        rank: this rank, as numbered by the rounds.
-        x: contiguous, in the dtype in which to sum.
-
-    Raises:
-        ValueError: `x` is not a contiguous vector.
-    """
+    """Run the `rounds` of `rank` on x[n], in place, and return `x`, as in `run_collective`. A round
+    is a batch of messages."""
     if x.ndim != 1 or not x.is_contiguous():
         raise ValueError(
             f"expected a contiguous vector, got shape {[*x.shape]} with strides {[*x.stride()]}"
@@ -54,12 +47,10 @@ def collective_steps(rank: int, rounds: Iterable[Round], x: torch.Tensor) -> Ste
     for sends, receives in rounds:
         goes = [(x[start:stop], dest) for dest, start, stop in sends if start < stop]
         comes = [r for r in receives if r.start < r.stop]
-        arriving = [
-            torch.empty_like(x[r.start : r.stop])
-            if r.adds or any(r.start < s.stop and s.start < r.stop for s in sends)
-            else x[r.start : r.stop]
-            for r in comes
-        ]
+        arriving = [x[r.start : r.stop] for r in comes]
+        for i, r in enumerate(comes):
+            if r.adds or any(r.start < s.stop and s.start < r.stop for s in sends):
+                arriving[i] = torch.empty_like(arriving[i])
         if goes or comes:
             yield Batch(goes, [(into, r.source) for into, r in zip(arriving, comes, strict=True)])
             yield None

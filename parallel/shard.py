@@ -110,11 +110,9 @@ class ParamRecord:
 
         Raises ValueError if `full` does not have the logical shape.
         """
-        if tuple(full.shape) != self.shape:
-            raise ValueError(
-                f"parameter {self.name}: expected logical shape {self.shape}, "
-                f"got {tuple(full.shape)}"
-            )
+        if (found := tuple(full.shape)) != self.shape:
+            wanted = f"expected logical shape {self.shape}, got {found}"
+            raise ValueError(f"parameter {self.name}: {wanted}")
         part, shape = full[self.held(at)], self.local_shape
         behind = [n for i in reversed(range(full.ndim)) for n in (0, shape[i] - part.shape[i])]
         return F.pad(part, behind) if any(behind) else part
@@ -153,11 +151,7 @@ class ParamRecord:
         return torch.cat([*parts], 1).flatten(0, 1)
 
     def draw(
-        self,
-        seed: int,
-        *,
-        at: Mapping[str, int] | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, seed: int, *, at: Mapping[str, int] | None = None, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         """Draw the initial logical tensor, a function of `seed` and the name only. If mesh
         coordinates `at` are given, return only the shard that `slice` would return for them.

@@ -188,9 +188,7 @@ def _begun(actions: list[Action], before: Collection[Action]) -> Iterator[Action
 
 
 def _price(cost: Mapping[str, float]) -> Callable[[Action], float]:
-    table = dict(cost)
-    if B not in table:
-        table[B] = table.get(I, 0) + table.get(W, 0)
+    table = {B: cost.get(I, 0) + cost.get(W, 0)} | dict(cost)
     return lambda action: table.get(action.op, 0)
 
 

@@ -81,7 +81,5 @@ def pairwise_all_to_all(rank: int, ranks: int, n: int) -> Rounds:
     for index in range(ranks):
         peer = (index - rank) % ranks
         span = part(peer, ranks, n)
-        yield Round(
-            (Send(peer, *span),) if peer != rank else (),
-            (Recv(peer, *span, False),) if peer != rank else (),
-        )
+        both = (Send(peer, *span),), (Recv(peer, *span, False),)
+        yield Round() if peer == rank else Round(*both)

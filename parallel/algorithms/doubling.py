@@ -19,15 +19,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from warpweave.parallel.algorithms.rounds import (
-    Algorithm,
-    Recv,
-    Round,
-    Rounds,
-    Send,
-    part,
-    reverse,
-)
+from warpweave.parallel.algorithms.rounds import Algorithm, Recv, Round, Rounds, Send, part, reverse
 
 
 def _folded(rank: int, ranks: int, n: int, algorithm: Algorithm) -> Rounds:
@@ -57,10 +49,8 @@ def _doubling_gather(rank: int, ranks: int, n: int) -> Rounds:
     """All-gather: a rank has 1, 2, 4, ... adjacent parts, and exchanges them for as many."""
     for bit in range(ranks.bit_length() - 1):
         size, peer = 1 << bit, rank ^ (1 << bit)
-        goes, comes = (
-            (part(first, ranks, n)[0], part(first + size - 1, ranks, n)[1])
-            for first in (rank - rank % size, peer - peer % size)
-        )
+        firsts = (at - at % size for at in (rank, peer))
+        goes, comes = ((part(a, ranks, n)[0], part(a + size - 1, ranks, n)[1]) for a in firsts)
         yield Round((Send(peer, *goes),), (Recv(peer, *comes, False),))
 
 

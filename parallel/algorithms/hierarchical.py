@@ -29,12 +29,9 @@ def hierarchical(rank: int, ranks: int, n: int, node: int = 2) -> Rounds:
     local, host = rank % node, rank // node
     near = range(host * node, (host + 1) * node)
     start, stop = part(local, node, n)
+    across = ring.ring_all_reduce(host, ranks // node, stop - start)
     return chain(
         among(ring.ring_reduce_scatter(local, node, n), near),
-        among(
-            ring.ring_all_reduce(host, ranks // node, stop - start),
-            range(local, ranks, node),
-            start,
-        ),
+        among(across, range(local, ranks, node), start),
         among(ring.ring_all_gather(local, node, n), near),
     )

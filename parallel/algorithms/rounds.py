@@ -66,11 +66,8 @@ def part(index: int, parts: int, n: int) -> tuple[int, int]:
 
 
 def reverse(rounds: Iterable[Round], *, adds: bool) -> Rounds:
-    """Return the dual collective: every message goes back, the last round first.
-
-    Args:
-        rounds: the rounds of a collective that only stores.
-        adds: add what arrives. The dual of a copy to many ranks is a sum over many ranks.
+    """Return the dual of a collective that only stores: every message goes back, the last round
+    first. With `adds`, what arrives is added: the dual of a copy to many ranks is a sum over them.
     """
     for sends, receives in reversed(list(rounds)):
         yield Round(
@@ -83,9 +80,6 @@ def among(rounds: Iterable[Round], members: Sequence[int], offset: int = 0) -> R
     """Run `rounds` of len(members) ranks on these `members`, on the elements from `offset` on."""
     for sends, receives in rounds:
         yield Round(
-            tuple(Send(members[to], offset + start, offset + stop) for to, start, stop in sends),
-            tuple(
-                Recv(members[source], offset + start, offset + stop, adds)
-                for source, start, stop, adds in receives
-            ),
+            tuple(Send(members[to], offset + a, offset + b) for to, a, b in sends),
+            tuple(Recv(members[of], offset + a, offset + b, adds) for of, a, b, adds in receives),
         )

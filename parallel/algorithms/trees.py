@@ -75,10 +75,8 @@ def double_binary_tree(rank: int, ranks: int, n: int, pieces: int = 8) -> Rounds
     """
     first = list(range(ranks))
     second = first[1:] + first[:1] if ranks % 2 else first[::-1]
-    trees = (
-        _tree(names, rank, part(half, 2, n), _positive(pieces))
-        for half, names in enumerate((first, second))
-    )
+    halves = enumerate((first, second))
+    trees = (_tree(x, rank, part(half, 2, n), _positive(pieces)) for half, x in halves)
     for one, other in zip(*trees, strict=True):
         yield Round(one.sends + other.sends, one.receives + other.receives)
 

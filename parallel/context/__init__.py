@@ -7,19 +7,10 @@ instead of recomputing · `explain` the cost of each strategy, and the choice of
 measured speeds on which "auto" bases its choice.
 """
 
-from warpweave.parallel.context.attention import (
-    check_strategy,
-    context_attention,
-    resolve_strategy,
-)
+from warpweave.parallel.context.attention import check_strategy, context_attention, resolve_strategy
 from warpweave.parallel.context.links import Links, measure_links
 from warpweave.parallel.words import Strategy
 
 __all__ = [
-    "Links",
-    "Strategy",
-    "check_strategy",
-    "context_attention",
-    "measure_links",
-    "resolve_strategy",
-]
+    "Links", "Strategy", "check_strategy", "context_attention", "measure_links", "resolve_strategy",
+]  # fmt: skip

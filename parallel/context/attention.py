@@ -28,7 +28,7 @@ Every result equals attention over the whole sequence up to the order of sums.
 
 from __future__ import annotations
 
-from typing import Any, Unpack, get_args
+from typing import Unpack, get_args
 
 import torch
 import torch.distributed as dist
@@ -57,13 +57,8 @@ from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.words import Strategy
 
 ContextGroup = dist.ProcessGroup | None | tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
-_STRATEGIES = {
-    "ring": RING,
-    "gather": GATHER,
-    "stream": STREAM,
-    "ulysses": ULYSSES,
-    "hybrid": ULYSSES,
-}
+_GATHERS = {"gather": GATHER, "stream": STREAM}
+_STRATEGIES = {"ring": RING, "ulysses": ULYSSES, "hybrid": ULYSSES, **_GATHERS}
 
 
 def context_attention(
@@ -132,11 +127,9 @@ def context_attention(
             heads = q.shape[2], k.shape[2]
             ulysses = group_size(ulysses_group) if isinstance(group, tuple) else None
             if isinstance(strategy, Links):
-                taken = _least_exposed(layout, q, k, options, ulysses, strategy)
-            else:
-                taken = strategy
+                strategy = _least_exposed(layout, q, k, options, ulysses, strategy)
             mask = {"causal": options.causal, "window": options.window}
-            taken = resolve_strategy(taken, layout, heads, ulysses, **mask)
+            taken = resolve_strategy(strategy, layout, heads, ulysses, **mask)
             options = _without_padding(options, layout, q.device)
             if taken == "ulysses":
                 ring, ulysses_group = None, ring
@@ -168,11 +161,8 @@ def _least_exposed(
     ulysses: int | None,
     links: Links,
 ) -> Strategy:
-    """Return the strategy that `explain` marks as "auto" at these speeds.
-
-    Raises:
-        ValueError: no strategy fits into ``links.memory``.
-    """
+    """Return the strategy that `explain` marks as "auto" at these speeds. Raise ValueError if none
+    fits into ``links.memory``."""
     B, _, heads, head_dim = q.shape
     costs = explain(
         layout, heads=heads, kv_heads=k.shape[2], head_dim=head_dim, batch=B, itemsize=q.itemsize,
@@ -208,9 +198,7 @@ def _without_padding(
     if options.causal or layout.padded_len == layout.seq_len:
         return options
     end = torch.full((1,), layout.seq_len, device=device)
-    documents = options.documents
-    if documents is None:
-        documents = torch.zeros_like(end)
+    documents = torch.zeros_like(end) if options.documents is None else options.documents
     end = end.to(documents.dtype).expand(*documents.shape[:-1], 1)
     bounds = torch.cat((documents.clamp(max=layout.seq_len), end), -1)
     return options._replace(documents=bounds, table=None)
@@ -227,15 +215,9 @@ def resolve_strategy(
 ) -> Strategy:
     """Return the strategy, with "auto" resolved by bytes sent.
 
-    Args:
-        strategy: a name.
-        layout: of the sequence over all cp ranks.
-        heads: numbers of query heads and KV heads of a rank.
-        ulysses: the Ulysses degree of a pair of groups (ring, Ulysses group); None for one group.
-        causal, window: the mask.
-
-    Raises:
-        ValueError: the strategy does not fit the groups, the layout or the number of heads.
+    `layout` is that of the sequence over all cp ranks, `heads` are the numbers of query heads and
+    KV heads of a rank. `ulysses` is the Ulysses degree of a pair of groups (ring, Ulysses group);
+    None means one group. Raises ValueError if the strategy does not fit these.
     """
     pair = ulysses is not None
     if strategy == "auto":
@@ -289,21 +271,12 @@ class _ContextAttention(torch.autograd.Function):
         return *grads, dsinks, *[None] * 7
 
     @staticmethod
-    def spmd_typecheck(
-        *,
-        q: Any,
-        k: Any,
-        v: Any,
-        sinks: Any,
-        group: Any,
-        ulysses_group: Any,
-        options: AttentionOptions,
-    ) -> tuple[Any, Any]:
+    def spmd_typecheck(*, q, k, v, sinks, group, ulysses_group, options):
         """Type it as attention of the whole sequence, of which every rank keeps its own rows.
 
         q, k, v{S(1) cp} are gathered and attended, then o and lse are sharded again. Attention is
         linear only in v. Heads and their sinks may be sharded on other axes; sequence and head_dim
-        may not. spmd_types is imported only here, because it is a development extra.
+        may not.
         """
         from spmd_types import R, S, rules
 

@@ -92,10 +92,8 @@ def explain(
         taken = by_bytes(layout, heads, kv_heads, causal, window, ulysses)
         why = "by bytes: no link speeds were given"
         return tuple(replace(c, auto=why if c.strategy == taken else "") for c in costs)
-    costs = sorted(
-        (use.cost(use.exposed(shape, links)) for use in found),
-        key=lambda cost: (cost.exposed, cost.messages, cost.memory),
-    )
+    costs = [use.cost(use.exposed(shape, links)) for use in found]
+    costs.sort(key=lambda cost: (cost.exposed, cost.messages, cost.memory))
     held, why = links.memory, "least exposed time"
     if held is not None:
         why += f" among the strategies that hold at most {held / 1e6:.2f} MB"
@@ -113,11 +111,10 @@ def by_bytes(
 ) -> Strategy:
     """Return the strategy that "auto" chooses without link speeds.
 
-    For a pair of groups it is "hybrid". For one group of P ranks it is "ring" if the mask saves the
-    ring messages, because the ring then sends the least. Otherwise it is "gather" if
-    P <= 1 + Hq/Hkv, because its forward then sends no more than that of Ulysses, in one kernel
-    call. Otherwise it is "ring", which sends as much as "gather" and holds only two blocks. A
-    balanced layout cannot use a ring, so it is "gather".
+    For a pair of groups it is "hybrid"; for a balanced layout, which cannot use a ring, "gather".
+    Otherwise it is "ring" if the mask saves the ring messages, because it then sends the least;
+    "gather" if P <= 1 + Hq/Hkv, because its forward then sends no more than that of Ulysses, in one
+    kernel call; or else "ring", which sends as much as "gather" and holds only two blocks.
     """
     if ulysses is not None:
         return "hybrid"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 import torch
@@ -27,17 +27,13 @@ class Kept:
     def __init__(self) -> None:
         self._calls: deque[tuple[Attended, list[int | None]]] = deque()
 
-    @contextmanager
-    def first(self) -> Iterator[None]:
+    def first(self) -> AbstractContextManager[None]:
         """Return a context in which attention calls keep their results."""
-        with _set(self.keep):
-            yield
+        return _set(self.keep)
 
-    @contextmanager
-    def second(self) -> Iterator[None]:
+    def second(self) -> AbstractContextManager[None]:
         """Return a context in which attention calls return the results of `first`, each once."""
-        with _set(self.take):
-            yield
+        return _set(self.take)
 
     def keep(self, run: Callable[[], Attended], inputs: Sequence[torch.Tensor]) -> Attended:
         """Run ``run()`` and keep its result, without the saved tensors that are inputs."""

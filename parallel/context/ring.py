@@ -47,10 +47,9 @@ on rank 3). The buffer of any other block was overwritten by later blocks. Its o
 it and sends it once more to the last rank that sees it. That is again P-1-b messages of K‖V, and as
 many of dK‖dV.
 
-The order of messages and tiles is a generator per rank (`ring_forward`, `ring_backward`), executed
-on process groups or in one process (`messages`). A message starts before the tile of its step and
-is waited for after it. Two buffers are enough: a block is attended and sent from one while the next
-block is received into the other.
+The order of messages and tiles is a generator per rank (`messages`). A message starts before the
+tile of its step and is waited for after it. Two buffers are enough: a block is attended and sent
+from one while the next block is received into the other.
 """
 
 from __future__ import annotations

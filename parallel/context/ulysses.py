@@ -121,10 +121,7 @@ Shapes = Sequence[Sequence[Sequence[int]]]  # per rank of the group, the shapes 
 
 
 def _start_exchange(
-    me: int,
-    parts: Sequence[Sequence[torch.Tensor]],
-    dtypes: Sequence[torch.dtype],
-    shapes: Shapes,
+    me: int, parts: Sequence[Sequence[torch.Tensor]], dtypes: Sequence[torch.dtype], shapes: Shapes
 ) -> Steps[list[Tensors]]:
     """Start one all-to-all in which rank r of the group gets the tensors ``parts[r]``.
 
@@ -242,12 +239,10 @@ def ulysses_backward(
     q, lse, o, *kept = saved
     if through_lse:
         o = None
+    sent = delta, do.transpose(1, 2)
     of_delta, of_do = yield from _start_exchange(
         me,
-        [
-            [_share_of_heads(x, split.q(r), 1) for x in (delta, do.transpose(1, 2))]
-            for r in everyone
-        ],
+        [[_share_of_heads(x, split.q(r), 1) for x in sent] for r in everyone],
         [delta.dtype, q.dtype],
         [[(B, n_q, s), (B, n_q, s, D)]] * split.ranks,
     )

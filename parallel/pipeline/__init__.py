@@ -13,14 +13,6 @@ from warpweave.parallel.pipeline.relay import relay
 from warpweave.parallel.pipeline.transport import Distributed, InProcess
 
 __all__ = [
-    "Distributed",
-    "InFlight",
-    "InProcess",
-    "Like",
-    "ModuleStage",
-    "OnAction",
-    "Stage",
-    "Transport",
-    "execute",
-    "relay",
-]
+    "Distributed", "InFlight", "InProcess", "Like", "ModuleStage", "OnAction", "Stage", "Transport",
+    "execute", "relay",
+]  # fmt: skip

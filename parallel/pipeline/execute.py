@@ -14,10 +14,8 @@ equal.
     B 0        -> stage.backward
     SEND_B 0   -> starts the send of the input's gradient to rank 0
 
-Messages have no tags, as on NCCL. They are identified by their order on a link; there is one link
-per payload (activation, gradient), source and destination. `validate` has checked that both ends
-have the same order. Shapes and dtypes are fixed by the stages and compared once, not sent with
-messages.
+Messages have no tags, as on NCCL. They are identified by their order on a `Link`, which `validate`
+has checked. Shapes and dtypes are fixed by the stages and compared once, not sent with messages.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from torch import Tensor
 
 from warpweave.parallel.pipeline.interface import OnAction, Receive, Stage, Transport
 from warpweave.parallel.schedule.actions import (
-    RECV_B,
+    RECEIVES,
     RECV_F,
     REDUCE,
     SEND_F,
@@ -180,15 +178,11 @@ def execute(
 
 def _check_closed(rank: int, state: _RankState) -> None:
     if state.owed:
-        raise RuntimeError(
-            f"rank {rank}: no W follows the I of these (stage, micro-batch) pairs: "
-            f"{sorted(state.owed)}"
-        )
+        pairs = f"(stage, micro-batch) pairs: {sorted(state.owed)}"
+        raise RuntimeError(f"rank {rank}: no W follows the I of these {pairs}")
     if state.held:
-        raise RuntimeError(
-            f"rank {rank}: the action list ends with unused data of these (kind, stage, "
-            f"micro-batch): {sorted(state.held)}"
-        )
+        left = f"data of these (kind, stage, micro-batch): {sorted(state.held)}"
+        raise RuntimeError(f"rank {rank}: the action list ends with unused {left}")
 
 
 def _run_rank(
@@ -239,21 +233,20 @@ def _run_rank(
         elif op in SENDS:
             kind, peer = (F, s + 1) if op == SEND_F else (B, s - 1)
             transport.send(link(action, rank_of), action, held.pop((kind, peer, i)))
-        elif op == RECV_F:
-            held[F, s, i] = yield Receive(link(action, rank_of), action, transport.like(s, i))
-        elif op == RECV_B:
-            held[B, s, i] = yield Receive(link(action, rank_of), action, transport.like(s + 1, i))
+        elif op in RECEIVES:
+            kind, like = (F, (s, i)) if op == RECV_F else (B, (s + 1, i))
+            held[kind, s, i] = yield Receive(link(action, rank_of), action, transport.like(*like))
         elif op == TIE:
             yield from _tie(action, rank_of, stages, transport)
+        elif op == REDUCE:
+            stage.reduce()
         else:
-            if op == UPDATE and any(stage_ == s for stage_, _ in owed):
-                late = sorted(mb for stage_, mb in owed if stage_ == s)
+            if late := sorted(mb for stage_, mb in owed if stage_ == s):
                 raise RuntimeError(
                     f"rank {rank}: {action} must come after the W of micro-batches {late}"
                 )
-            _run_on_whole(stage, op)
-            if op == UPDATE:
-                state.newest[s] = ver
+            stage.update()
+            state.newest[s] = ver
         state.done.update(gives(action))
 
 
@@ -269,14 +262,6 @@ def _check_turn(rank: int, action: Action, state: _RankState, rank_of: list[int]
             raise RuntimeError(f"rank {rank}: {action} comes before {needed}, on which it depends")
     if action.mb != WHOLE and state.done.intersection(gives(action)):
         raise RuntimeError(f"rank {rank}: {action} occurs twice")
-
-
-def _run_on_whole(stage: Stage, op: str) -> None:
-    """Run an action that concerns a whole stage rather than a micro-batch."""
-    if op == REDUCE:
-        stage.reduce()
-    else:
-        stage.update()
 
 
 def _tie(

@@ -82,3 +82,12 @@ class Transport(Protocol):
 
     def drive(self, programs: dict[int, Generator[Receive, Tensor, None]]) -> None:
         """Run the coroutines (rank -> coroutine) to completion."""
+
+
+def check_version(mb: int, version: int, held: Sequence[int]) -> None:
+    """Raise ValueError unless a stage holds the weights' `version` that micro-batch `mb` reads."""
+    if version not in held:
+        raise ValueError(
+            f"micro-batch {mb} reads version {version} of the weights, but the stage holds only "
+            f"versions {[*held]}"
+        )

@@ -27,11 +27,8 @@ Output = Tensor | None | tuple[Tensor | None, Losses]
 
 
 def split_losses(output: Output) -> tuple[Tensor | None, Losses]:
-    """Return (y, losses) of an output that is y or (y, losses).
-
-    Raises:
-        ValueError: a loss is not a 0-dim tensor of 32 bits or more.
-    """
+    """Return (y, losses) of an output that is y or (y, losses). Raise ValueError if a loss is not a
+    0-dim tensor of 32 bits or more."""
     if not isinstance(output, tuple):
         return output, {}
     y, losses = output

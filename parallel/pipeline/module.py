@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.func import functional_call
 
 from warpweave.kernels.runtime.wgrad import WeightGradients, collect
-from warpweave.parallel.pipeline.interface import Like
+from warpweave.parallel.pipeline.interface import Like, check_version
 from warpweave.parallel.pipeline.losses import LOSS, Losses, Output, add_losses, split_losses
 
 
@@ -140,13 +140,7 @@ class ModuleStage:
             self._stash.pop(self._newest - self._versions, None)
 
     def _need(self, version: int, mb: int) -> None:
-        """Raise ValueError unless the weights of `version` are stashed or current."""
-        kept = sorted(self._stash) or [self._newest]
-        if version not in kept:
-            raise ValueError(
-                f"micro-batch {mb} reads version {version} of the weights, but the stage holds "
-                f"only versions {kept}"
-            )
+        check_version(mb, version, sorted(self._stash) or [self._newest])
 
     def _at(self, version: int, mb: int) -> Callable[[Tensor], Output]:
         """Return the module with the weights of `version`."""
@@ -159,8 +153,7 @@ class ModuleStage:
 
     def _collect_stashed(self, mb: int) -> None:
         """Add the gradients of `mb` from stashed copies of the weights to the parameters'."""
-        copies = self._stash.get(self._read.pop(mb), {})
-        for name, copy in copies.items():
+        for name, copy in self._stash.get(self._read.pop(mb), {}).items():
             if copy.grad is not None:
                 parameter = self.module.get_parameter(name)
                 total = parameter.grad

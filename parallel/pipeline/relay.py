@@ -18,16 +18,11 @@ def relay(
     group: dist.ProcessGroup | None,
     like: Callable[[int], Like],
 ) -> Tensor | None:
-    """Pass one micro-batch through all stages. Collective over the pipeline ranks.
+    """Pass one micro-batch through all stages, and return the output of this rank's last one.
 
-    Args:
-        forward: (stage, input) -> output; the input of stage 0 is None.
-        stages: the stages of this rank, ascending.
-        rank_of: the rank of every stage.
-        group: the pipeline group; None for a single rank.
-        like: stage -> (shape, dtype, device) of its input, for stages of this rank.
-
-    Returns the output of this rank's last stage.
+    Collective over the pipeline `group`. `forward` maps a stage of this rank (`stages`, ascending)
+    and its input, None for stage 0, to its output; `like` maps a stage to its input's (shape,
+    dtype, device). `rank_of` has the rank of every stage.
     """
     x: Tensor | None = None
     for stage in stages:

@@ -28,6 +28,7 @@ from warpweave.parallel.context.kept import Kept
 from warpweave.parallel.data.batch_norm import recomputing
 from warpweave.parallel.data.reduce import end_to_end
 from warpweave.parallel.data.unit import Unit
+from warpweave.parallel.pipeline.interface import check_version
 from warpweave.parallel.pipeline.losses import Losses, Output, add_losses, split_losses
 
 # (x, batch) -> y, or (y, losses). x is None for the first segment of the first stage. y is None for
@@ -60,12 +61,10 @@ class _Chain:
 
     def __init__(self, segments: Sequence[Segment], shared: Collection[Unit] = ()) -> None:
         self.segments, self._shared = tuple(segments), shared
-        units = list(dict.fromkeys(unit for s in self.segments for unit in s.units))
+        self.units = list(dict.fromkeys(unit for s in self.segments for unit in s.units))
         # A unit's gradient is complete when the first segment that reads it has run backward.
         self.completes: list[list[Unit]] = [[] for _ in self.segments]
-        for unit in units:
-            if unit in shared:
-                continue
+        for unit in (unit for unit in self.units if unit not in shared):
             first = next(k for k, s in enumerate(self.segments) if unit in s.units)
             self.completes[first].append(unit)
 
@@ -79,8 +78,7 @@ class _Chain:
                 add_losses(total, losses)
             return x, total
 
-        units = tuple(dict.fromkeys(unit for s in self.segments for unit in s.units))
-        return _Chain([Segment("stage", run, units)], self._shared)
+        return _Chain([Segment("stage", run, tuple(self.units))], self._shared)
 
 
 def _roots(y: Tensor | None, losses: Losses) -> tuple[Tensor, ...]:
@@ -130,8 +128,7 @@ class ChainStage:
     ) -> None:
         self.bucket_bytes = bucket_bytes
         self._cut = _Chain(segments, shared)
-        self.segments = self._cut.segments
-        self.units = list(dict.fromkeys(unit for s in self.segments for unit in s.units))
+        self.segments, self.units = self._cut.segments, self._cut.units
         completed = [unit for units in reversed(self._cut.completes) for unit in units]
         end_to_end([unit.gradients for unit in completed])
         self._order = {unit: i for i, unit in enumerate(completed)}
@@ -188,16 +185,10 @@ class ChainStage:
 
     def _age(self, mb: int) -> int:
         """The number of updates by which the weights that `mb` reads are older than the newest."""
-        version = self._saved[mb].version
-        age = self._newest - version
-        kept = min(unit.parameters.kept for unit in self.units) if age else 1
-        if not 0 <= age < kept:
-            held = list(range(self._newest - kept + 1, self._newest + 1))
-            raise ValueError(
-                f"micro-batch {mb} reads version {version} of the weights, but the stage holds "
-                f"only versions {held}"
-            )
-        return age
+        newest, version = self._newest, self._saved[mb].version
+        kept = min(unit.parameters.kept for unit in self.units) if newest != version else 1
+        check_version(mb, version, range(newest - kept + 1, newest + 1))
+        return newest - version
 
     # ------------------------------------------------------------------ forward
 
@@ -246,8 +237,8 @@ class ChainStage:
         total: dict[str, Tensor] = {}
         for k, segment in enumerate(self.segments):
             self._enter(self.segments, k, k + 1)
-            replaced = final is not None and k + 1 == len(self.segments)
-            fn = final if replaced and final is not None else segment.fn
+            last = k + 1 == len(self.segments)
+            fn = final if last and final is not None else segment.fn
             x, losses = split_losses(fn(x, batch))
             add_losses(total, losses)
             self._leave(self.segments, k, k + 1)
@@ -291,8 +282,7 @@ class ChainStage:
             self._backwards_left -= 1
         gradient = dy
         segments = saved.chain.segments
-        for k in reversed(range(len(segments))):
-            segment = segments[k]
+        for k, segment in reversed([*enumerate(segments)]):
             self._enter(segments, k, k - 1, age)
             entry, roots = saved.inputs.pop(), saved.outputs.pop()
             if isinstance(roots, Kept):
@@ -372,21 +362,16 @@ class ChainStage:
         unit.gradients.start([other.gradients for other in following], last=last)
         self._reducing += [unit, *following]
 
-    def _follows(self, at: int) -> bool:
-        """Return True if the gradients at index `at` of the bucket directly follow the previous
-        ones in memory."""
-        before, unit = self._bucket[at - 1 : at + 1]
-        return before.gradients.is_before(unit.gradients)
-
     def _empty_bucket(self) -> None:
         """Start reducing the bucket. Gradients that are adjacent in memory share a message."""
-        self._bucket.sort(key=lambda unit: self._order[unit])
-        while self._bucket:
-            end = 1
-            while end < len(self._bucket) and self._follows(end):
-                end += 1
-            first, *following = self._bucket[:end]
-            del self._bucket[:end]
+        runs: list[list[Unit]] = []
+        for unit in sorted(self._bucket, key=lambda unit: self._order[unit]):
+            if runs and runs[-1][-1].gradients.is_before(unit.gradients):
+                runs[-1].append(unit)
+            else:
+                runs.append([unit])
+        self._bucket.clear()
+        for first, *following in runs:
             self._start_reducing(first, following)
 
     def reduce(self) -> None:

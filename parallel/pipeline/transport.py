@@ -14,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -23,30 +24,23 @@ from torch.distributed import ProcessGroup
 
 from warpweave.kernels.runtime.dtypes import DTYPES
 from warpweave.parallel.buffers import Buffers
-from warpweave.parallel.collectives import (
-    by_gloo,
-    group_rank,
-    group_size,
-    start_all_gather,
-)
+from warpweave.parallel.collectives import by_gloo, group_rank, group_size, start_all_gather
 from warpweave.parallel.group_options import group_options
 from warpweave.parallel.pipeline.interface import Like, Receive, Stage
 from warpweave.parallel.schedule.actions import (
+    FINISHES,
     RECEIVES,
     RECV_B,
-    RECV_F,
-    SEND_B,
     SEND_F,
     SENDS,
     TIE,
     Action,
-    B,
     Link,
     Schedule,
-    W,
     link,
     links,
     lowered,
+    other_end,
     placement,
 )
 from warpweave.parallel.schedule.open_passes import validate_pass
@@ -145,7 +139,7 @@ class InProcess:
 
     def _take(self, want: Receive) -> Tensor:
         sent, tensor = self._boxes[want.link].popleft()
-        matches = want.action if want.action.op == TIE else _send_of(want.action)
+        matches = want.action if want.action.op == TIE else other_end(want.action)
         if sent != matches:
             raise RuntimeError(
                 f"link {want.link.kind} from rank {want.link.src} to {want.link.dst}: "
@@ -155,15 +149,9 @@ class InProcess:
         return tensor
 
 
-def _send_of(receive: Action) -> Action:
-    s, i = receive.stage, receive.mb
-    return Action(SEND_F, s - 1, i) if receive.op == RECV_F else Action(SEND_B, s + 1, i)
-
-
 # ------------------------------------------------------------------ one rank per process
 
 _DIMS = 8
-_LAST = (B, W)  # either of them ends a micro-batch on a stage
 _CTAS = 4  # NCCL thread blocks per message; a receive holds them from its post to its end
 
 
@@ -171,21 +159,15 @@ class Distributed:
     """Run one rank of the pipeline group in this process, with messages as torch.distributed P2P
     operations.
 
-    * No two links of a communicator share a rank, so a receive that is posted early never blocks a
-      later send (NCCL runs the operations of a communicator in order). A linear pipeline needs four
-      communicators, because a rank has up to four links.
-    * Receives are posted at the positions of a table computed from the lists. On gloo, where a
-      posted receive is only a buffer, one receive per link is posted ahead of need
-      (`schedule.posted_ahead`), so messages are hidden behind compute. On NCCL and all other
-      backends, a posted receive may be a running kernel. There it is posted when it is needed, or
-      earlier if necessary (`schedule.posted_at_need`), so no rank computes while one of its own
-      operations is waiting for it.
+    * A linear pipeline needs four communicators, because a rank has up to four links, and no two
+      links of a communicator share a rank.
+    * Receives are posted at the positions of a table computed from the lists: on gloo one per link
+      ahead of need (`schedule.posted_ahead`), on NCCL and all other backends when it is needed, or
+      earlier if necessary (`schedule.posted_at_need`).
     * Sends are asynchronous. A sent tensor is kept until a later message acknowledges it
       (`schedule.acknowledged`), so no rank blocks on a send before the end of the step.
-    * Activations and gradients travel in reused buffers. A received buffer is reused when its
-      micro-batch's backward is over, a sent copy when it has arrived. On NCCL, a newly allocated
-      block could be reused only after the device is past its message (record_stream). A host that
-      is ahead of its device would hold a block for every micro-batch.
+    * Activations and gradients travel in reused buffers (`Buffers`). A received buffer is reused
+      when its micro-batch's backward is over, a sent copy when it has arrived.
     * Every wait ends after `timeout`, with an error that names rank, action and peer. On NCCL the
       stream waits, and torch's watchdog enforces the time-out.
 
@@ -245,13 +227,13 @@ class Distributed:
         ahead = group is None or by_gloo(group, self._device)
         self._posts = (posted_ahead if ahead else posted_at_need)(lists)
         self._table: dict[tuple[int, int], Like] | None = None
-        self._communicators: dict[Link, ProcessGroup] = (
-            self._connect() if beside is None else beside._communicators
-        )
+        own = self._connect() if beside is None else beside._communicators
+        self._communicators: dict[Link, ProcessGroup] = own
         self._posted: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._sending: dict[Action, tuple[Link, dist.Work, Tensor]] = {}
-        self._ending = {a[1:3] for a in lists[self.rank] if a.op in _LAST}  # (stage, micro-batch)
-        self._received: dict[tuple[int, int], list[Tensor]] = defaultdict(list)  # by `_ending`
+        # (stage, micro-batch) pairs that end on this rank, and the buffers to free when they do
+        self._ending = {a[1:3] for a in lists[self.rank] if a.op in FINISHES}
+        self._received: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         self._buffers = Buffers()
 
     def _connect(self) -> dict[Link, ProcessGroup]:
@@ -262,17 +244,12 @@ class Distributed:
         for wire in links(self._lists):
             touched = {wire.src, wire.dst}
             fits = (m for m in matchings if all(touched.isdisjoint({w.src, w.dst}) for w in m))
-            matching = next(fits, None)
-            if matching is None:
-                matchings.append([wire])
-            else:
-                matching.append(wire)
+            if (matching := next(fits, None)) is None:
+                matchings.append(matching := [])
+            matching.append(wire)
         groups = self._make_groups(len(matchings))
-        result = {
-            wire: made
-            for matching, made in zip(matchings, groups, strict=True)
-            for wire in matching
-        }
+        pairs = zip(matchings, groups, strict=True)
+        result = {wire: made for matching, made in pairs for wire in matching}
         # NCCL connects two ranks at their first message and blocks until both call it. Connecting
         # in the same order on all ranks avoids a deadlock in the first step.
         greeting = torch.zeros(1, device=self._device)
@@ -284,12 +261,8 @@ class Distributed:
         return result
 
     def _make_groups(self, number: int) -> list[ProcessGroup]:
-        """Create `number` process groups of the pipeline's ranks.
-
-        All ranks of the default group create the groups of all pipelines, in the same order. On
-        NCCL, groups are split off the default group (ncclCommSplit), in which all of its ranks
-        participate.
-        """
+        """Create `number` process groups of the pipeline's ranks. All ranks of the default group
+        create the groups of all pipelines, in the same order, as NCCL's ncclCommSplit requires."""
         ranks = dist.get_process_group_ranks(self._group)
         checksum = zlib.crc32(to_csv(self._lists).encode())
         row = [checksum, number, *(rank in ranks for rank in range(dist.get_world_size()))]
@@ -334,17 +307,16 @@ class Distributed:
                         f"rank {self.rank}: expected an input of at most {_DIMS} dims with a dtype "
                         f"of {DTYPES} for stage {s}, got {tuple(shape)} {dtype}"
                     )
-                words[s, i, : 2 + len(shape)] = torch.tensor(
-                    [DTYPES.index(dtype), len(shape), *shape], dtype=torch.int64
-                )
+                row = [DTYPES.index(dtype), len(shape), *shape]
+                words[s, i, : len(row)] = torch.tensor(row, dtype=torch.int64)
         if self._group is not None:
             words = words.to(self._device)
             dist.all_reduce(words, group=self._group)
-        table: dict[tuple[int, int], Like] = {}
-        for s, row in enumerate(words.tolist()):
-            for i, (dtype, dims, *shape) in enumerate(row):
-                table[s, i] = (tuple(shape[:dims]), DTYPES[dtype], self._device)
-        return table
+        return {
+            (s, i): (tuple(shape[:dims]), DTYPES[dtype], self._device)
+            for s, rows in enumerate(words.tolist())
+            for i, (dtype, dims, *shape) in enumerate(rows)
+        }
 
     def like(self, stage: int, mb: int) -> Like:
         """Return the entry of the table that the ranks exchanged in `open`."""
@@ -355,7 +327,7 @@ class Distributed:
         """Free the buffers of a micro-batch that is over, and post the receives that the table
         lists at this position."""
         before = self._lists[rank][index - 1] if index else None
-        if before is not None and before.op in _LAST:
+        if before is not None and before.op in FINISHES:
             for buffer in self._received.pop((before.stage, before.mb), ()):
                 self._buffers.give_back(buffer)
         for receive in self._posts.get((rank, index), ()):
@@ -379,12 +351,9 @@ class Distributed:
         """Run this rank's list, and wait for its sends at the end."""
         program = programs[self.rank]
         message: Tensor | None = None
-        while True:
-            try:
-                want = program.send(message)  # type: ignore[arg-type]
-            except StopIteration:
-                break
-            message = self._take(want)
+        with suppress(StopIteration):
+            while True:
+                message = self._take(program.send(message))  # type: ignore[arg-type]
         for action in list(self._sending):
             self._arrive(action)
 

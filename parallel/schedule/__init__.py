@@ -21,12 +21,7 @@ from warpweave.parallel.schedule.open_passes import (
     staleness,
     validate_pass,
 )
-from warpweave.parallel.schedule.ordering import (
-    acknowledged,
-    order,
-    posted_ahead,
-    posted_at_need,
-)
+from warpweave.parallel.schedule.ordering import acknowledged, order, posted_ahead, posted_at_need
 from warpweave.parallel.schedule.passes import (
     send_first,
     split_backward,
@@ -39,35 +34,9 @@ from warpweave.parallel.schedule.text import from_csv, to_csv
 from warpweave.parallel.schedule.validation import validate
 
 __all__ = [
-    "FAMILIES",
-    "Action",
-    "Link",
-    "OpenRun",
-    "Schedule",
-    "ScheduleFamily",
-    "acknowledged",
-    "cut_into_passes",
-    "find_family",
-    "from_csv",
-    "gpipe",
-    "interleaved",
-    "leave_open",
-    "one_f_one_b",
-    "order",
-    "pipedream",
-    "pipedream_2bw",
-    "placement",
-    "posted_ahead",
-    "posted_at_need",
-    "renumbered",
-    "send_first",
-    "split_backward",
-    "staleness",
-    "to_csv",
-    "validate",
-    "validate_pass",
-    "with_comm",
-    "with_reduce",
-    "with_tie",
-    "with_update",
-]
+    "FAMILIES", "Action", "Link", "OpenRun", "Schedule", "ScheduleFamily", "acknowledged",
+    "cut_into_passes", "find_family", "from_csv", "gpipe", "interleaved", "leave_open",
+    "one_f_one_b", "order", "pipedream", "pipedream_2bw", "placement", "posted_ahead",
+    "posted_at_need", "renumbered", "send_first", "split_backward", "staleness", "to_csv",
+    "validate", "validate_pass", "with_comm", "with_reduce", "with_tie", "with_update",
+]  # fmt: skip

@@ -32,8 +32,6 @@ The rank of each stage follows from the lists (`placement`), so looped and V-sha
 no other data. `Action.ver` is the version of the weights that an ``F`` reads; everything in a step
 of a synchronous schedule reads version 0. Sources: GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush,
 arXiv:2006.09503).
-
-This file uses only the standard library. Every error is a one-line ``ValueError`` with the numbers.
 """
 
 from __future__ import annotations
@@ -48,6 +46,7 @@ REDUCE, TIE, UPDATE = "REDUCE", "TIE", "UPDATE"
 
 COMPUTE = (F, B, I, W)
 SENDS, RECEIVES = (SEND_F, SEND_B), (RECV_F, RECV_B)
+MESSAGES = SENDS + RECEIVES
 WHOLE = -1  # the micro-batch of an action that concerns a whole stage
 
 FINISHES = (B, W)  # these complete a micro-batch's gradient
@@ -117,10 +116,15 @@ def deps(action: Action, stages: int, rank_of: Sequence[int] | None = None) -> t
     if op == SEND_F:
         return (Action(F, s, i),)
     if op in RECEIVES:
-        return (Action(MATCHING[op], s + AFTER[op], i),)
+        return (other_end(action),)
     if op in (REDUCE, TIE, UPDATE):
         return ()  # ordered only by their position in the list
     raise ValueError(f"unknown op {op!r} of stage {s} micro-batch {i}")
+
+
+def other_end(action: Action) -> Action:
+    """The RECV of a SEND, or the SEND of a RECV."""
+    return Action(MATCHING[action.op], action.stage + AFTER[action.op], action.mb)
 
 
 def gives(action: Action) -> tuple[Action, ...]:
@@ -166,10 +170,8 @@ def placement(lists: Schedule) -> list[int]:
     for rank, actions in enumerate(lists):
         for action in actions:
             if rank_of.setdefault(action.stage, rank) != rank:
-                raise ValueError(
-                    f"stage {action.stage} must be on one rank, got ranks "
-                    f"{rank_of[action.stage]} and {rank}"
-                )
+                both = f"{rank_of[action.stage]} and {rank}"
+                raise ValueError(f"stage {action.stage} must be on one rank, got ranks {both}")
     if sorted(rank_of) != list(range(len(rank_of))) or not rank_of:
         raise ValueError(
             f"stages must be numbered 0, 1, 2, ... without gaps, got {sorted(rank_of)}"
@@ -179,7 +181,7 @@ def placement(lists: Schedule) -> list[int]:
 
 def lowered(lists: Schedule) -> bool:
     """Return True if the lists contain sends and receives (`with_comm` has been applied)."""
-    return any(a.op in SENDS or a.op in RECEIVES for actions in lists for a in actions)
+    return any(a.op in MESSAGES for actions in lists for a in actions)
 
 
 def link(action: Action, rank_of: Sequence[int]) -> Link:
@@ -198,8 +200,7 @@ def tied_stages(rank_of: Sequence[int]) -> tuple[int, ...]:
 def links(lists: Schedule) -> list[Link]:
     """All connections that the lists use, sorted. A TIE uses one in each direction."""
     rank_of = placement(lists)
-    crossing = (a for actions in lists for a in actions if a.op in SENDS or a.op in RECEIVES)
-    found = {link(a, rank_of) for a in crossing}
+    found = {link(a, rank_of) for actions in lists for a in actions if a.op in MESSAGES}
     ends = [rank_of[s] for s in tied_stages(rank_of)]
     if len(ends) == 2 and any(a.op == TIE for actions in lists for a in actions):
         found |= {Link(TIE, *ends), Link(TIE, *reversed(ends))}

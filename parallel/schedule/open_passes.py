@@ -27,12 +27,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpweave.parallel.schedule.actions import (
-    AFTER,
     COMPUTE,
     FINISHES,
-    MATCHING,
+    MESSAGES,
     RECEIVES,
-    SENDS,
     UPDATE,
     WHOLE,
     Action,
@@ -40,6 +38,7 @@ from warpweave.parallel.schedule.actions import (
     Schedule,
     gives,
     lowered,
+    other_end,
     placement,
 )
 from warpweave.parallel.schedule.ordering import begun_before, order
@@ -128,11 +127,8 @@ class OpenRun:
 
 
 def leave_open(lists: Schedule, each: int) -> OpenRun:
-    """Return the asynchronous run that `lists` begin, in passes of `each` micro-batches.
-
-    Raises:
-        ValueError: the lists are not valid, or no two consecutive passes of them are the same.
-    """
+    """Return the asynchronous run that `lists` begin, in passes of `each` micro-batches. Raise
+    ValueError if they are not valid, or no two consecutive passes of them are the same."""
     stale = staleness(lists)
     validate(with_comm(lists), staleness=max(stale))
     passes = cut_into_passes(lists, each)
@@ -189,10 +185,6 @@ def validate_pass(lists: Schedule) -> None:
         if a in seen:
             raise ValueError(f"{a} occurs twice in a pass")
         seen.add(a)
-    sends = {
-        Action(MATCHING[a.op], a.stage + AFTER[a.op], a.mb) if a.op in RECEIVES else a
-        for a in seen
-        if a.op in SENDS + RECEIVES
-    }
+    sends = {other_end(a) if a.op in RECEIVES else a for a in seen if a.op in MESSAGES}
     check_links(lists, sorted(sends))
     order(lists, begun_before(lists))

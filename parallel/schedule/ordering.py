@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from warpweave.parallel.schedule.actions import (
-    AFTER,
-    MATCHING,
     RECEIVES,
     SENDS,
     TIE,
@@ -21,6 +19,7 @@ from warpweave.parallel.schedule.actions import (
     gives,
     link,
     lowered,
+    other_end,
     placement,
     tied_stages,
 )
@@ -117,11 +116,10 @@ def acknowledged(lists: Schedule) -> dict[Action, list[Action]]:
         action = lists[rank][index]
         if action.op in SENDS:
             at_send[action] = list(clock[rank])
-            receive = Action(MATCHING[action.op], action.stage + AFTER[action.op], action.mb)
+            receive = other_end(action)
             pending[rank].append((action, rank_of[receive.stage], position[receive]))
         elif action.op in RECEIVES:
-            (sent,) = deps(action, len(rank_of), rank_of)
-            clock[rank] = [max(pair) for pair in zip(clock[rank], at_send[sent])]
+            clock[rank] = [*map(max, clock[rank], at_send[other_end(action)])]
             result[action] = [send for send, q, at in pending[rank] if clock[rank][q] > at]
             pending[rank] = [entry for entry in pending[rank] if clock[rank][entry[1]] <= entry[2]]
         clock[rank][rank] = index + 1
@@ -132,7 +130,7 @@ def posted_ahead(lists: Schedule) -> dict[Position, list[Action]]:
     """Position -> the receives to post just before it, one ahead of need on each link.
 
     The first receive of a link is posted before everything else, each later one when the previous
-    one is taken. Every message then travels while its receiver computes. Use this for gloo, where a
+    one is taken, so messages travel while their receivers compute. Use this for gloo, where a
     posted receive is just a waiting buffer.
     """
     rank_of = placement(lists)
@@ -187,7 +185,7 @@ def posted_at_need(lists: Schedule) -> dict[Position, list[Action]]:
 
     def passes(rank: int, action: Action) -> bool:
         if action.op in SENDS:
-            receive = Action(MATCHING[action.op], action.stage + AFTER[action.op], action.mb)
+            receive = other_end(action)
             if waiting.pop(receive, None) is None:
                 sent[receive] = rank
         elif action.op in RECEIVES:

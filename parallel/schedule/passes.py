@@ -17,7 +17,7 @@ They add its messages, ZeRO's collectives, the tie of first and last stage, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from warpweave.parallel.schedule.actions import (
     FINISHES,
@@ -105,12 +105,11 @@ def with_comm(lists: Schedule, rank_of: Sequence[int] | None = None) -> Schedule
     that rank needs it.
 
     Sends do not block, so a send directly follows the action that computes its data. A receive
-    directly precedes the action that uses it; transports post receives earlier. Activations and
-    gradients have separate links. On each link, receives must be in the order of sends. They are in
-    every known schedule, and `validate` checks it. In a pass that is left open (`open_passes`),
-    data that only a later pass uses is received at the end, and data that an earlier pass received
-    is not received again. Pass `rank_of`, the rank of each stage, if some stage has no action in
-    the pass.
+    directly precedes the action that uses it; transports post receives earlier. On each link,
+    receives must be in the order of sends, which `validate` checks. In a pass that is left open
+    (`open_passes`), data that only a later pass uses is received at the end, and data that an
+    earlier pass received is not received again. Pass `rank_of`, the rank of each stage, if some
+    stage has no action in the pass.
 
     Examples:
         >>> from warpweave.parallel.schedule import gpipe
@@ -151,10 +150,22 @@ def with_reduce(lists: Schedule, *, each: bool = False) -> Schedule:
     With `each`, add it after every B or W. A stage then holds unreduced gradients of only one
     micro-batch at a time (ZeRO-2 with a pipeline), for m times the traffic.
     """
-    return [
-        _insert(actions, REDUCE, lambda a, last: a.op in FINISHES and (each or last), FINISHES)
-        for actions in lists
-    ]
+    result = []
+    for actions in lists:
+        latest: dict[int, int] = {}  # stage -> index of its latest B or W since its last UPDATE
+        last = set()
+        for index, a in enumerate(actions):
+            if a.op == UPDATE and a.stage in latest:
+                last.add(latest.pop(a.stage))
+            elif a.op in FINISHES:
+                latest[a.stage] = index
+        last.update(latest.values())
+        result.append(out := [])
+        for index, a in enumerate(actions):
+            out.append(a)
+            if index in last or (each and a.op in FINISHES):
+                out.append(Action(REDUCE, a.stage))
+    return result
 
 
 def with_tie(lists: Schedule) -> Schedule:
@@ -165,48 +176,21 @@ def with_tie(lists: Schedule) -> Schedule:
     once and needs no TIE. If the first and last stage are on one rank, they get one local TIE.
     """
     rank_of = placement(lists)
-    _refuse_action(lists, UPDATE, "with_tie")
-    if len(rank_of) == 1:
-        return [list(actions) for actions in lists]
-    tied = tied_stages(rank_of)
-    return [
-        list(actions) + [Action(TIE, s) for s in tied if rank_of[s] == rank]
-        for rank, actions in enumerate(lists)
-    ]
+    tied = tied_stages(rank_of) if len(rank_of) > 1 else ()
+    return _with_last(lists, [Action(TIE, s) for s in tied], "with_tie")
 
 
 def with_update(lists: Schedule) -> Schedule:
     """Add each stage's optimizer step, which produces version 1, at the end of its rank's list."""
-    _refuse_action(lists, UPDATE, "with_update")
+    stages = range(len(placement(lists)))
+    return _with_last(lists, [Action(UPDATE, s, WHOLE, 1) for s in stages], "with_update")
+
+
+def _with_last(lists: Schedule, added: Sequence[Action], name: str) -> Schedule:
+    """Append each action to the list of its stage's rank, which must not have an UPDATE yet."""
     rank_of = placement(lists)
-    return [
-        list(actions) + [Action(UPDATE, s, WHOLE, 1) for s, r in enumerate(rank_of) if r == rank]
-        for rank, actions in enumerate(lists)
-    ]
-
-
-def _refuse_action(lists: Schedule, op: str, name: str) -> None:
     for rank, actions in enumerate(lists):
-        if any(a.op == op for a in actions):
-            raise ValueError(f"{name}: rank {rank} already has {op}; pass lists without it")
-
-
-def _insert(
-    actions: list[Action], op: str, wanted: Callable[[Action, bool], bool], ops: tuple[str, ...]
-) -> list[Action]:
-    """Insert `op` into `actions` after each action for which ``wanted(action, last)`` is true;
-    `last` is True for a stage's last action out of `ops`, overall or before an UPDATE."""
-    latest: dict[int, int] = {}  # stage -> index of its latest action since its last UPDATE
-    last = set()
-    for index, a in enumerate(actions):
-        if a.op == UPDATE and a.stage in latest:
-            last.add(latest.pop(a.stage))
-        elif a.op in ops:
-            latest[a.stage] = index
-    last.update(latest.values())
-    out = []
-    for index, action in enumerate(actions):
-        out.append(action)
-        if wanted(action, index in last):
-            out.append(Action(op, action.stage))
-    return out
+        if any(a.op == UPDATE for a in actions):
+            raise ValueError(f"{name}: rank {rank} already has {UPDATE}; pass lists without it")
+    own = ([a for a in added if rank_of[a.stage] == rank] for rank in range(len(lists)))
+    return [[*actions, *last] for actions, last in zip(lists, own)]

@@ -8,9 +8,8 @@ import re
 
 from warpweave.parallel.schedule.actions import (
     COMPUTE,
-    RECEIVES,
+    MESSAGES,
     REDUCE,
-    SENDS,
     TIE,
     UPDATE,
     WHOLE,
@@ -19,7 +18,7 @@ from warpweave.parallel.schedule.actions import (
     cells,
 )
 
-_OPS = (*COMPUTE, *SENDS, *RECEIVES, REDUCE, TIE, UPDATE)
+_OPS = (*COMPUTE, *MESSAGES, REDUCE, TIE, UPDATE)
 
 _TORCH_NAME = {REDUCE: "REDUCE_GRAD"}
 _OUR_NAME = {theirs: ours for ours, theirs in _TORCH_NAME.items()}
@@ -72,10 +71,10 @@ def _parse(field: str, row: int, at: int) -> list[Action]:
         return []
     cell = _CELL.fullmatch(field.strip())
     found = [_PATTERN.fullmatch(name.strip()) for name in (cell.groups() if cell else (field,))]
+    known = (f for f in found if f is not None)
     actions = [
         Action(_OUR_NAME.get(f[2], f[2]), int(f[1]), int(f[3] or WHOLE), int(f[4] or 0))
-        for f in found
-        if f is not None
+        for f in known
     ]
     if len(actions) < len(found) or any(a.op not in _OPS for a in actions):
         raise ValueError(

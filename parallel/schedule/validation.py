@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import zip_longest
 
@@ -10,8 +10,7 @@ from warpweave.parallel.schedule.actions import (
     AFTER,
     COMPUTE,
     FINISHES,
-    MATCHING,
-    RECEIVES,
+    MESSAGES,
     REDUCE,
     SEND_B,
     SEND_F,
@@ -31,6 +30,7 @@ from warpweave.parallel.schedule.actions import (
     held_activations,
     link,
     lowered,
+    other_end,
     placement,
     tied_stages,
 )
@@ -68,12 +68,8 @@ def validate(
     try:
         _validate(lists, microbatches, staleness, activations)
     except _WrongError as error:
-        rank, at = next(
-            (rank, at)
-            for rank, actions in enumerate(lists)
-            for at, action in enumerate(actions)
-            if action is error.action
-        )
+        every = ((rank, at, a) for rank, row in enumerate(lists) for at, a in enumerate(row))
+        rank, at = next((rank, at) for rank, at, action in every if action is error.action)
         raise ValueError(f"rank {rank} position {at}: {error}") from None
     order(lists)
 
@@ -122,19 +118,15 @@ class _WrongError(Exception):
 def _check_cells(actions: list[Action]) -> None:
     for a, after in zip_longest(actions, actions[1:]):
         if a.joined and (a.op != F or after is None or after.op != B or after.mb == a.mb):
-            raise _WrongError(
-                a,
-                f" and {after} must be an F and a B of different micro-batches to form an "
-                "overlapped pair",
-            )
+            pair = "an F and a B of different micro-batches to form an overlapped pair"
+            raise _WrongError(a, f" and {after} must be {pair}")
 
 
 def _check_activations(actions: list[Action], most: int) -> None:
     for a, held in zip(actions, held_activations(actions)):
         if held > most:
-            raise _WrongError(
-                a, f" makes its rank hold {held} activations; at most {most} are allowed"
-            )
+            many = f"{held} activations; at most {most} are allowed"
+            raise _WrongError(a, f" makes its rank hold {many}")
 
 
 def _check_compute(s: int, actions: list[Action], m: int, rank_of: list[int]) -> None:
@@ -147,20 +139,17 @@ def _check_compute(s: int, actions: list[Action], m: int, rank_of: list[int]) ->
                 "W; expected one F and either one B or one I and one W"
             )
     for a in actions:
-        if a.op in COMPUTE + SENDS + RECEIVES and not 0 <= a.mb < m:
+        if a.op in COMPUTE + MESSAGES and not 0 <= a.mb < m:
             raise _WrongError(a, f": expected a micro-batch from 0 to {m - 1}, got {a.mb}")
-        if a.op not in COMPUTE + SENDS + RECEIVES and a.mb != WHOLE:
+        if a.op not in COMPUTE + MESSAGES and a.mb != WHOLE:
             raise _WrongError(
                 a, f": {a.op} applies to a whole stage, so it must not have a micro-batch number"
             )
     read = {a.mb: a.ver for a in actions if a.op == F}
     for a in actions:
         if a.op in (B, I, W) and a.ver != read[a.mb]:
-            raise _WrongError(
-                a,
-                f" uses version {a.ver} of the weights, but the F of the same micro-batch read "
-                f"version {read[a.mb]}",
-            )
+            what = f"version {a.ver} of the weights, but the F of the same micro-batch read version"
+            raise _WrongError(a, f" uses {what} {read[a.mb]}")
     done: set[Action] = set()
     for a in actions:
         for d in deps(a, len(rank_of)) if a.op in COMPUTE else ():
@@ -181,11 +170,8 @@ def _check_versions(s: int, actions: list[Action], staleness: int) -> None:
             gradients.append(a)
         if a.op == UPDATE:
             if a.ver != newest + 1:
-                raise _WrongError(
-                    a,
-                    f" produces version {a.ver} of the weights right after version {newest}; "
-                    "versions must increase by 1",
-                )
+                follows = f"version {a.ver} of the weights right after version {newest}"
+                raise _WrongError(a, f" produces {follows}; versions must increase by 1")
             if owed:
                 raise _WrongError(
                     a, f" must come after the W of micro-batches {sorted(owed)} of stage {s}"
@@ -195,11 +181,9 @@ def _check_versions(s: int, actions: list[Action], staleness: int) -> None:
             oldest = min(gradients, key=lambda g: g.ver)
             age = newest - oldest.ver
             if age > staleness:
-                raise _WrongError(
-                    a,
-                    f" applies the gradient of {oldest}, which is {age} weight "
-                    f"version{'s' if age > 1 else ''} old; the limit (staleness) is {staleness}",
-                )
+                old = f"{age} weight version{'s' if age > 1 else ''} old"
+                what = f" applies the gradient of {oldest}, which is {old}"
+                raise _WrongError(a, f"{what}; the limit (staleness) is {staleness}")
             newest, gradients = a.ver, []
     if newest and gradients:
         raise ValueError(f"stage {s}: the gradient of {gradients[0]} comes after the last UPDATE")
@@ -234,11 +218,11 @@ def check_links(lists: Schedule, expected: Iterable[Action]) -> None:
     """Raise ValueError unless each send in `expected` and its receive occur once, in the same order
     on each link."""
     rank_of = placement(lists)
-    count: dict[Action, int] = {}
-    sent: dict[Link, list[Action]] = {}
-    received: dict[Link, list[Action]] = {}
-    for a in (a for actions in lists for a in actions if a.op in SENDS + RECEIVES):
-        count[a] = count.get(a, 0) + 1
+    messages = [a for actions in lists for a in actions if a.op in MESSAGES]
+    count = Counter(messages)
+    sent: dict[Link, list[Action]] = defaultdict(list)
+    received: dict[Link, list[Action]] = defaultdict(list)
+    for a in messages:
         peer = a.stage + AFTER[a.op]
         if not 0 <= peer < len(rank_of) or rank_of[peer] == rank_of[a.stage]:
             raise ValueError(
@@ -246,14 +230,12 @@ def check_links(lists: Schedule, expected: Iterable[Action]) -> None:
                 "different ranks"
             )
         if a.op in SENDS:
-            sent.setdefault(link(a, rank_of), []).append(a)
+            sent[link(a, rank_of)].append(a)
         else:
-            send = Action(MATCHING[a.op], peer, a.mb)
-            received.setdefault(link(a, rank_of), []).append(send)
-    for a in expected:
-        for end in (a, Action(MATCHING[a.op], a.stage + AFTER[a.op], a.mb)):
-            if count.get(end, 0) != 1:
-                raise ValueError(f"{end} must occur once, but occurs {count.get(end, 0)} times")
+            received[link(a, rank_of)].append(other_end(a))
+    for end in (end for a in expected for end in (a, other_end(a))):
+        if count[end] != 1:
+            raise ValueError(f"{end} must occur once, but occurs {count[end]} times")
     for channel, sends in sent.items():
         for place, (a, b) in enumerate(zip(sends, received[channel])):
             if a != b:

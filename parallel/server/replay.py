@@ -105,13 +105,11 @@ def _recomputed(
 
 def _apply(plan: ServerPlan, shards: Sequence[Shard], given: list[Any], lr: float) -> None:
     """Apply one update, as `Server` does."""
-    counts = [count for _, _, count in given]
-    if plan.compensation:
-        for gradients, old, count in given:
-            for shard, g, w in zip(shards, gradients, old):
-                shard.compensate(g, count, w, plan.compensation)
+    for gradients, old, count in given if plan.compensation else ():
+        for shard, g, w in zip(shards, gradients, old):
+            shard.compensate(g, count, w, plan.compensation)
     totals = [shard.sum([g[k] for g, _, _ in given]) for k, shard in enumerate(shards)]
     squares = [shard.squares(total) for shard, total in zip(shards, totals)]
-    _, scale = norm_and_scale(squares, sum(counts), plan.clip)
+    _, scale = norm_and_scale(squares, sum(count for _, _, count in given), plan.clip)
     for shard, total in zip(shards, totals):
         shard.update(total, lr, scale)

@@ -22,6 +22,7 @@ wrote. They use a new generation of the store's keys, and the workers connect ag
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -188,9 +189,9 @@ class Server:
         self._parts = spread(records, plan.servers)
         self._digest = digest(records, shard.dtype)
         self._inbox = Mailbox(self.store, f"server/{index}")
-        self._others = [
-            Mailbox(self.store, f"server/{k}") for k in range(plan.servers if index == 0 else 0)
-        ][1:]
+        self._first = Mailbox(self.store, "server/0")
+        others = range(1, plan.servers) if index == 0 else ()
+        self._others = [Mailbox(self.store, f"server/{k}") for k in others]
         self._between: list[Pair] = []  # links to the other servers; if not server 0, to it only
         self._links: dict[int, Pair] = {}  # by worker, as are the next two
         self._sent: dict[int, tuple[Tensor, dist.Work]] = {}  # the weights that it pulled last
@@ -230,8 +231,7 @@ class Server:
                 if event["op"] == "stop":
                     return False
                 if not self._apply(event):
-                    server = Mailbox(self.store, "server/0")
-                    server.put(op="failed", visitor=event["visitor"])
+                    self._first.put(op="failed", visitor=event["visitor"])
         self._between = [
             Pair(self.store, f"between/{k}", 0, wait) for k in range(1, self.plan.servers)
         ]
@@ -262,8 +262,7 @@ class Server:
                 self._staged[worker] = torch.empty_like(self.shard.master)
                 self._links[worker].receive(self._staged[worker])
                 if self.index:
-                    server = Mailbox(self.store, "server/0")
-                    server.put(op="taken", visitor=event["visitor"], server=self.index)
+                    self._first.put(op="taken", visitor=event["visitor"], server=self.index)
         except (RuntimeError, KeyError):
             return False
         if event["op"] == "leave":
@@ -295,12 +294,11 @@ class Server:
             for x in squares:
                 self._between[0].receive(x)
         else:
-            for link in self._between:
-                squares.append(torch.empty_like(mine))
-                link.receive(squares[-1])
-            for link in self._between:
-                for x in squares:
-                    link.send(x).wait()
+            squares += [torch.empty_like(mine) for _ in self._between]
+            for link, x in zip(self._between, squares[1:]):
+                link.receive(x)
+            for link, x in itertools.product(self._between, squares):
+                link.send(x).wait()
         norm, scale = norm_and_scale(squares, sum(counts), self.plan.clip)
         self.shard.update(total, event["lr"], scale)
         return norm
@@ -435,13 +433,9 @@ class Server:
     # ------------------------------------------------------------------ workers that leave
 
     def _drop_late(self) -> None:
-        now = time.monotonic()
-        for worker, due in list(self._due.items()):
-            if now > due:
-                self._drop(
-                    worker,
-                    f"no message for {self.plan.timeout:g} s; the worker has died or is hanging",
-                )
+        now, wait = time.monotonic(), f"{self.plan.timeout:g} s"
+        for worker in [worker for worker, due in self._due.items() if now > due]:
+            self._drop(worker, f"no message for {wait}; the worker has died or is hanging")
 
     def _drop(self, worker: int, why: str) -> None:
         """Continue without a worker that is lost."""

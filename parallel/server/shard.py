@@ -14,6 +14,7 @@ g as the Hessian:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -67,10 +68,8 @@ def spread(records: Sequence[ParamRecord], servers: int) -> list[list[ParamRecor
         [['weight'], ['bias']]
     """
     if not 1 <= servers <= len(records):
-        raise ValueError(
-            f"servers must be from 1 to {len(records)} (each holds at least one parameter), got "
-            f"{servers}"
-        )
+        most = f"{len(records)} (each holds at least one parameter)"
+        raise ValueError(f"servers must be from 1 to {most}, got {servers}")
     parts: list[list[ParamRecord]] = [[] for _ in range(servers)]
     loads = [0] * servers
     for record in sorted(records, key=lambda r: (-torch.Size(r.shape).numel(), r.name)):
@@ -128,10 +127,7 @@ class Shard:
 
     def sum(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the sum of gradients [layout.size], in order, in the first one's memory."""
-        total = gradients[0]
-        for g in gradients[1:]:
-            total += g
-        return total
+        return functools.reduce(Tensor.add_, gradients)
 
     def squares(self, total: Tensor) -> Tensor:
         """The sum of squares of a gradient [layout.size], 0-dim: this server's part of the norm."""
@@ -146,14 +142,8 @@ class Shard:
         for r in self.layout.ranges:
             part = slice(r.start, r.stop)
             moments = {name: moment[part] for name, moment in self.moments.items()}
-            piece = Piece(
-                master=self.master[part],
-                grad=total[part],
-                moments=moments,
-                matrix=False,
-                param=None,
-                decay=r.decay,
-            )
+            where = {"master": self.master[part], "grad": total[part], "moments": moments}
+            piece = Piece(**where, matrix=False, param=None, decay=r.decay)
             self.rule.update(piece, step, factor, torch.zeros(()))
 
     # ------------------------------------------------------------------ state in and out
@@ -184,11 +174,8 @@ def norm_and_scale(
     squares: Sequence[Tensor], count: int, clip: float | None
 ) -> tuple[float, float]:
     """Return (global norm of the mean gradient, factor for the summed gradient). The norm is from
-    every server's `squares`, added in server order; the factor clips it.
-
-    Raises:
-        FloatingPointError: the norm is not finite.
-    """
+    every server's `squares`, added in server order; the factor clips it. Raise FloatingPointError
+    if the norm is not finite."""
     norm = float(torch.stack(list(squares)).sum().sqrt()) / count
     if not norm < float("inf"):
         raise FloatingPointError(f"the gradient norm is {norm}")

@@ -133,10 +133,8 @@ class Worker:
         """Push gradients up to clock `steps`, and wait until the servers have saved the end.
 
         Servers that were restarted from a checkpoint report this worker's clock at the checkpoint,
-        and the worker continues from there.
-
-        Raises:
-            LostError: the servers are gone, or have dropped this worker.
+        and the worker continues from there. Raises LostError if the servers are gone, or have
+        dropped this worker.
         """
         while True:
             try:
@@ -185,23 +183,22 @@ class Worker:
 
     def _connect(self) -> None:
         self._generation = self._top.add("server/generation", 0)
-        root = self._root = generation(self._top)
-        self._visitor = root.add("visitors", 1)
-        self._requests = Mailbox(root, "server/0")
-        self._inbox = Mailbox(root, f"visitor/{self._visitor}")
-        self._requests.put(
-            op="hello", visitor=self._visitor, worker=self.number, digest=self._digest
-        )
+        self._root = generation(self._top)
+        self._visitor = self._root.add("visitors", 1)
+        self._requests = Mailbox(self._root, "server/0")
+        self._inbox = Mailbox(self._root, f"visitor/{self._visitor}")
+        hello = {"worker": self.number, "digest": self._digest}
+        self._requests.put(op="hello", visitor=self._visitor, **hello)
         try:
             answer = self._answer("welcome", wait=3 * self.plan.timeout)
         except _RestartedError:
             return self._connect()
         self.number, self.clock = answer["worker"], answer["clock"]
-        self._guarded(lambda: self._open(root))
+        self._guarded(self._open)
 
-    def _open(self, root: dist.Store) -> None:
+    def _open(self) -> None:
         names = [f"visitor/{self._visitor}/server/{k}" for k in range(self.plan.servers)]
-        self._links = [Pair(root, name, 1, self.plan.timeout) for name in names]
+        self._links = [Pair(self._root, name, 1, self.plan.timeout) for name in names]
 
     def _answer(self, op: str, wait: float) -> dict[str, Any]:
         """Return the servers' next header, which must be an `op`, within `wait` seconds.

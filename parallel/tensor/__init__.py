@@ -50,12 +50,7 @@ from warpweave.parallel.tensor.norm import cut_rms_norm
 from warpweave.parallel.tensor.qkv import parallel_qkv_rope
 
 __all__ = [
-    "column_parallel_linear",
-    "cut_rms_norm",
-    "parallel_mlp",
-    "parallel_qkv_rope",
-    "row_parallel_linear",
-    "vocab_parallel_cross_entropy",
-    "vocab_parallel_embedding",
+    "column_parallel_linear", "cut_rms_norm", "parallel_mlp", "parallel_qkv_rope",
+    "row_parallel_linear", "vocab_parallel_cross_entropy", "vocab_parallel_embedding",
     "vocab_parallel_linear_cross_entropy",
-]
+]  # fmt: skip

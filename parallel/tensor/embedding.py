@@ -123,18 +123,14 @@ def vocab_parallel_embedding(
     Args:
         ids: int64 or int32 [...], the same on every rank of the group; 1-D with sequence_parallel.
         weight: weight[V/R, E], rows [r V/R, (r+1) V/R) of the table on rank r; the leaf parameter.
-        group: the R tensor ranks; None for a single rank.
+        group, sequence_parallel: as for `row_parallel_linear`.
         vocab_size: ids are in [0, vocab_size); rows past it are padding and never looked up.
-        sequence_parallel: shard the output's tokens over the group along dim 0.
         padded_vocab_size: V; None means `vocab_size` rounded up to a multiple of R.
 
-    Returns:
-        y[..., E], or y[T/R, E] with sequence_parallel, in the dtype of `weight`.
-
-    Raises:
-        ValueError: ids are not integers, the shard does not have V/R rows, or the tokens are not
-            divisible by R.
-        RuntimeError: an id is outside the vocabulary (on CUDA a device-side assertion).
+    Returns y[..., E], or y[T/R, E] with sequence_parallel, in the dtype of `weight`. Raises
+    ValueError if ids are not integers, the shard does not have V/R rows, or the tokens are not
+    divisible by R, and RuntimeError (on CUDA a device-side assertion) if an id is outside the
+    vocabulary.
     """
     name = f"vocab_parallel_embedding on rank {group_rank(group)}"
     check_integers("ids", ids)

@@ -34,9 +34,6 @@ def _arriving_linear(
     return y.view(*x.shape[:-1], len(weight))
 
 
-# ---------------------------------------------------------------- column-parallel linear
-
-
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, dtype, ranks):
@@ -102,18 +99,12 @@ def column_parallel_linear(
             the reduction of dx behind the GEMM of dW.
         workspace: symmetric memory of the group, for "fused".
 
-    Returns:
-        y[..., N/R], in the dtype of `x` or of autocast.
-
-    Raises:
-        ValueError: shapes or dtypes of x, weight and bias do not match.
+    Returns y[..., N/R] in the dtype of `x` or of autocast. Raises ValueError if shapes or dtypes do
+    not match.
     """
     dtype = _check_linear("column_parallel_linear", x, weight, bias, group)
     ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x)
     return _ColumnParallelLinear.apply(x, weight, bias, dtype, ranks)
-
-
-# ---------------------------------------------------------------- row-parallel linear
 
 
 class _RowParallelLinear(torch.autograd.Function):
@@ -179,16 +170,12 @@ def row_parallel_linear(
         x: x[..., K/R], input features [r K/R, (r+1) K/R) on rank r.
         weight: weight[N, K/R], columns [r K/R, (r+1) K/R) of W on rank r; the leaf parameter.
         bias: bias[N], the same on every rank, or None; the leaf parameter.
-        group: the R tensor ranks; None for a single rank.
+        group, overlap, workspace: as for `column_parallel_linear`.
         sequence_parallel: shard the output's tokens over the group along dim 0.
-        overlap, workspace: as for `column_parallel_linear`.
 
-    Returns:
-        y[..., N], or y[T/R, ..., N] with sequence_parallel, in the dtype of `x` or of autocast.
-
-    Raises:
-        ValueError: shapes or dtypes do not match, or T is not divisible by R with
-            sequence_parallel.
+    Returns y[..., N], or y[T/R, ..., N] with sequence_parallel, in the dtype of `x` or of autocast.
+    Raises ValueError if shapes or dtypes do not match, or T is not divisible by R with
+    sequence_parallel.
     """
     dtype = _check_linear("row_parallel_linear", x, weight, bias, group)
     if sequence_parallel and x.shape[0] % group_size(group):
@@ -208,15 +195,15 @@ def _check_linear(
     group: dist.ProcessGroup | None,
 ) -> torch.dtype:
     """Return the dtype to compute in. Raise ValueError if shapes or dtypes do not match."""
+    name = f"{name} on rank {group_rank(group)}"
     if (x.dim() < 2 and group is not None) or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{name} on rank {group_rank(group)}: x must be [..., K] (with at least two dims if "
-            "there is a group) and weight must be [N, K], got "
-            f"x{[*x.shape]} and weight{[*weight.shape]}"
+            f"{name}: x must be [..., K] (with at least two dims if there is a group) and weight "
+            f"must be [N, K], got x{[*x.shape]} and weight{[*weight.shape]}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"{name} on rank {group_rank(group)}: expected bias{[*weight.shape[:1]]} for "
-            f"weight{[*weight.shape]}, got bias{[*bias.shape]}"
+            f"{name}: expected bias{[*weight.shape[:1]]} for weight{[*weight.shape]}, got "
+            f"bias{[*bias.shape]}"
         )
-    return operand_dtype(f"{name} on rank {group_rank(group)}", x, {"weight": weight, "bias": bias})
+    return operand_dtype(name, x, {"weight": weight, "bias": bias})

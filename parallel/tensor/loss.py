@@ -37,8 +37,7 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Cross entropy of each token over logits whose vocabulary is sharded over the group.
 
-    With e = label_smoothing, c = z_loss and sums over the global vocabulary of `vocab_size`, for
-    each token
+    With e = label_smoothing, c = z_loss and sums over the global vocabulary, for each token
 
     Forward:        loss[T]{I} = lse - (1 - e) z[label] - e/vocab_size sum_v z[v] + c lse^2 with the
                     log-sum-exp, the label's logit and (for e > 0) the sum of this rank's columns;
@@ -58,22 +57,15 @@ def vocab_parallel_cross_entropy(
         padded_vocab_size: V; None means `vocab_size` rounded up to a multiple of R.
         impl: "triton", "torch" or None to choose by device.
 
-    Returns:
-        losses[T] in fp32 (fp64 for fp64), bitwise equal on every rank of the group. The caller
-        divides their sum by the global number of valid tokens.
-
-    Raises:
-        ValueError: the logits do not have V/R columns (gathered logits, for example), labels are
-            not int64[T], label_smoothing is outside [0, 1), or z_loss is negative. For CPU tensors
-            also if a label is neither in the vocabulary nor `ignore_index` (on a GPU its loss is
-            NaN).
+    Returns losses[T] in fp32 (fp64 for fp64), bitwise equal on every rank of the group. The caller
+    divides their sum by the global number of valid tokens. Raises ValueError if shapes or options
+    do not match, or, for CPU tensors, if a label is neither in the vocabulary nor `ignore_index`
+    (on a GPU its loss is NaN).
     """
     name = f"vocab_parallel_cross_entropy on rank {group_rank(group)}"
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
-        raise ValueError(
-            f"{name}: expected logits[T, V/R] and labels[T], got {tuple(logits.shape)} and "
-            f"{tuple(labels.shape)}"
-        )
+        given = f"{tuple(logits.shape)} and {tuple(labels.shape)}"
+        raise ValueError(f"{name}: expected logits[T, V/R] and labels[T], got {given}")
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"{name}: label_smoothing must be in [0, 1), got {label_smoothing}")
     if not z_loss >= 0:

@@ -51,19 +51,15 @@ def parallel_mlp(
         up_weight, up_bias, down_weight, down_bias: this rank's shards of W1, b1 and W2, and all of
             b2; leaf parameters, or views of them.
         activation: "gelu", "gelu_erf", "relu2", "swiglu" or "geglu".
-        group: the R tensor ranks; None for a single rank.
+        group, overlap, workspace: as for `column_parallel_linear`.
         sequence_parallel: x and y have their tokens sharded over the group along dim 0.
         residual, drop: a tensor like y, and the key of the dropout; see `kernels.mlp.mlp`.
         recompute: "nothing", "activation" or "up"; None chooses, see `kernels.mlp.mlp`. "up"
             all-gathers x once more.
-        overlap, workspace: as for `column_parallel_linear`.
         impl: "triton", "torch" or None to choose by device.
 
-    Returns:
-        y like x, in the dtype of `x` or of autocast.
-
-    Raises:
-        ValueError: shapes, dtypes or options do not match.
+    Returns y like x, in the dtype of `x` or of autocast. Raises ValueError if shapes, dtypes or
+    options do not match.
     """
     ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x, impl=impl)
     if group is not None and x.ndim < 2:

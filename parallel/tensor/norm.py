@@ -29,21 +29,12 @@ def cut_rms_norm(
     Input gradient:  dx = local + 2 x all-reduce(ds[T]), one number per token
     Weight gradient: dweight[N/R]{S(0)}, no collective, exact
 
-    Args:
-        x: x[..., N/R].
-        weight: weight[N/R], this rank's shard.
-        eps: added to the mean of the squares.
-        group: the R tensor ranks; None for a single rank.
-        out_dtype: dtype of y; by default that of x.
-
-    Raises:
-        ValueError: the weight does not have the width of x.
+    `x` and `weight` are this rank's shards, x[..., N/R] and weight[N/R]. `out_dtype` is the dtype
+    of y, by default that of x. Raises ValueError if the weight does not have the width of x.
     """
     if weight.shape != x.shape[-1:]:
-        raise ValueError(
-            f"cut_rms_norm: expected weight[{x.shape[-1]}] for x{[*x.shape]}, "
-            f"got weight{[*weight.shape]}"
-        )
+        wanted = f"expected weight[{x.shape[-1]}] for x{[*x.shape]}"
+        raise ValueError(f"cut_rms_norm: {wanted}, got weight{[*weight.shape]}")
     wide = x.to(compute_dtype(x))
     # Every rank's features depend on the sum, and the sum on every rank's.
     squares = reduce_from(wide.square().sum(-1, keepdim=True), group)

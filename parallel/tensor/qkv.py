@@ -47,16 +47,11 @@ def parallel_qkv_rope(
         bias: [Hkv/R, G + 2, D] or None; a leaf parameter or a view.
         cos, sin: [S, D/2] from `rope_table` for these positions; None for no rotation.
         shape: (B, S).
-        group: the R tensor ranks; None for a single rank.
-        sequence_parallel: x has its tokens sharded over the group along dim 0.
-        overlap, workspace: as for `column_parallel_linear`.
+        group, sequence_parallel, overlap, workspace: as for `column_parallel_linear`.
         impl: "triton", "torch" or None to choose by device.
 
-    Returns:
-        q[B, S, Hq/R, D], k and v[B, S, Hkv/R, D], in the dtype of `x` or of autocast.
-
-    Raises:
-        ValueError: shapes or dtypes do not match.
+    Returns q[B, S, Hq/R, D], k and v[B, S, Hkv/R, D], in the dtype of `x` or of autocast. Raises
+    ValueError if shapes or dtypes do not match.
     """
     cut = group if sequence_parallel else None
     if x.ndim != 2 or len(x) * group_size(cut) != shape[0] * shape[1]:

@@ -205,28 +205,22 @@ class TensorRanks(Local):
         return chunked.product_reduce(h, multiply, self.group)
 
     def row_gradients(
-        self,
-        dy: torch.Tensor,
-        bias: torch.Tensor | None,
-        multiply: Callable[[Any, int], Made],
+        self, dy: torch.Tensor, bias: torch.Tensor | None, multiply: Callable[[Any, int], Made]
     ) -> tuple[Made, torch.Tensor, Gradient]:
         """Like `Local.row_gradients`, with db of own tokens computed during the all-gather."""
 
-        def bias_gradient_of_own() -> Gradient:
+        def of_own() -> Gradient:
             return None if bias is None else bias_gradient(bias, dy)
 
-        if not self.sequence_parallel:
-            db = bias_gradient_of_own()
-            return multiply(dy, 0), dy, db
-        if self.overlap == "chunked":
-            made, whole = chunked.gather_product(dy, multiply, self.group)
-            return made, whole, bias_gradient_of_own()
-        if self.overlap == "fused":
-            db, arriving = bias_gradient_of_own(), Gathering(dy, self.workspace)
+        if self.sequence_parallel and self.overlap == "chunked":
+            return *chunked.gather_product(dy, multiply, self.group), of_own()
+        if self.sequence_parallel and self.overlap == "fused":
+            db, arriving = of_own(), Gathering(dy, self.workspace)
             made = multiply(arriving, 0)
             return made, self.gather(dy) if arriving.whole is None else arriving.whole, db
-        gathering = self._launched(start_all_gather(dy, self.group))
-        db, whole = bias_gradient_of_own(), gathering.wait()
+        group = self.group if self.sequence_parallel else None
+        gathering = self._launched(start_all_gather(dy, group))
+        db, whole = of_own(), gathering.wait()
         return multiply(whole, 0), whole, db
 
     # ---------------------------------------------------------------- sharded vocabulary
@@ -314,15 +308,8 @@ def tensor_ranks(
 ) -> Local:
     """Return the ranks of `group` as used by a layer's Function; None means one device.
 
-    Args:
-        group: the tensor ranks.
-        sequence_parallel: tokens are sharded over them.
-        overlap: a value of the table above.
-        workspace: the group's symmetric memory, which "fused" needs.
-        x, impl: the input of the product and the implementation that computes it, for "fused".
-
-    Raises:
-        ValueError: `overlap` is not one of the values, or "fused" cannot run.
+    For "fused", `x` and `impl` are the input of the product and the implementation that computes
+    it. Raises ``ValueError`` if `overlap` is not one of the values, or "fused" cannot run.
     """
     word = check_overlap(overlap)
     if group is None:

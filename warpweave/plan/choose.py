@@ -49,9 +49,6 @@ class Search:
         hardware: their figures.
         sequences: sequences per step, over all data replicas.
         dtype: dtype of parameters and activations.
-
-    Raises:
-        ValueError: there are no GPUs or no sequences.
     """
 
     config: GPTConfig
@@ -62,9 +59,8 @@ class Search:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.sequences < 1:
-            raise ValueError(
-                f"gpus and sequences must be at least 1, got {self.gpus} and {self.sequences}"
-            )
+            given = f"{self.gpus} and {self.sequences}"
+            raise ValueError(f"gpus and sequences must be at least 1, got {given}")
 
 
 @dataclass(frozen=True)
@@ -112,10 +108,8 @@ def choose_layouts(search: Search, keep: int = 5, *, families: bool = True) -> F
     """Return at most `keep` of the fastest layouts: the fastest of each family.
 
     A family is left out if a different one shards over fewer of its axes and is as fast. With
-    `families` False the layouts are the fastest overall.
-
-    Raises:
-        ValueError: there is none; the message has the most common reasons, with counts.
+    `families` False the layouts are the fastest overall. Raises ValueError, with the most common
+    reasons and their counts, if there is none.
     """
     found, heap, number = Found(), [], count()
     seen: dict[frozenset[str], float] = {}  # family -> the time of its fastest
@@ -198,8 +192,7 @@ def _of_mesh(search: Search, mesh: Mesh, refused: Counter[str]) -> Iterator[Job]
     each = search.sequences // mesh.dp
     for batch in (n for n in _BATCHES if each % n == 0):
         plan = ParallelPlan(microbatches=each // batch)
-        like: dict[str, Any] = {"device_type": "cuda", "hardware": search.hardware}
-        job = Job(search.config, mesh, plan, batch, search.dtype, **like)
+        job = Job(search.config, mesh, plan, batch, search.dtype, "cuda", hardware=search.hardware)
         if job.tokens % mesh.tp:
             refused[f"{job.tokens} tokens are not divisible by tp = {mesh.tp}"] += 1
             continue
@@ -235,14 +228,11 @@ def _chunk_counts(fixed: int | None, layers: int, pp: int) -> list[int]:
 
 def _none(search: Search, found: Found, bound: float) -> str:
     """Explain in one line why no layout is left; those that were pruned need more than `bound`."""
-    room = search.hardware.capacity / _GIB
+    room = f"{search.hardware.name} has {search.hardware.capacity / _GIB:.1f}"
     what = f"no layout of {search.gpus} GPUs"
     miss = math.inf if found.miss is None else found.miss[1]
     if (least := min(bound, miss)) < math.inf:
         needs = f"{'more than ' if bound < miss else ''}{least / _GIB:.1f} GiB"
-        return (
-            f"{what} fits: the smallest needs {needs} per GPU, but "
-            f"{search.hardware.name} has {room:.1f}"
-        )
+        return f"{what} fits: the smallest needs {needs} per GPU, but {room}"
     reasons = ", ".join(f"{why} ({n})" for why, n in found.refused.most_common(3))
     return f"{what} is possible: {reasons or 'their number has no suitable divisors'}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from warpweave.cli.messages import refusing
 from warpweave.launch.processes import Processes
+from warpweave.parallel.mesh import Mesh
 from warpweave.plan.choose import Chosen, Found, Search, choose_layouts
 from warpweave.plan.device import find_hardware
 from warpweave.plan.explain import explained
@@ -78,9 +79,7 @@ def _chosen_row(chosen: Chosen) -> dict[str, Any]:
         "tokens_per_second": tokens / time.seconds,
         "bubble": time.timeline.bubble,
         "memory": [dataclasses.asdict(rank) | {"total": rank.total} for rank in chosen.memory],
-        "traffic": {
-            axis: {"link": link, "bytes": moved} for axis, link, moved in step_traffic(job)
-        },
+        "traffic": {axis: {"link": to, "bytes": moved} for axis, to, moved in step_traffic(job)},
     }
 
 
@@ -124,11 +123,8 @@ def lines(config: PlanConfig, search: Search, found: Found) -> Iterator[str]:
 def _about(config: PlanConfig, search: Search, found: Found) -> str:
     """Return a line about the model, the GPUs and the data of a step."""
     first, model, hardware = found.best[0].job, search.config, search.hardware
-    alone = dataclasses.replace(
-        first,
-        mesh=dataclasses.replace(first.mesh, dp=1, cp=1, tp=1, pp=1),
-        plan=dataclasses.replace(first.plan, schedule="1f1b", chunks=1),
-    )
+    plan = dataclasses.replace(first.plan, schedule="1f1b", chunks=1)
+    alone = dataclasses.replace(first, mesh=Mesh(), plan=plan)
     billions, tokens = parameters_of(alone)[0] / 1e9, search.sequences * model.seq_len
     return (
         f"{config.model}, {billions:.3g} B parameters, on {search.gpus} {hardware.name} "
@@ -138,21 +134,16 @@ def _about(config: PlanConfig, search: Search, found: Found) -> str:
 
 
 def _searched(found: Found) -> str:
-    return (
-        f"{found.simulated} layouts were simulated, {found.bounded} were ranked by a lower bound "
-        "on their step time"
-    )
+    ranked = f"{found.bounded} were ranked by a lower bound on their step time"
+    return f"{found.simulated} layouts were simulated, {ranked}"
 
 
 def _nearest_miss(search: Search, found: Found) -> Iterator[str]:
     if found.miss is not None:
         job, needed = found.miss
         options = " ".join(f"{k} {v}" for k, v in options_of_job(job).items())
-        room = search.hardware.capacity / _GIB
-        yield (
-            f"nearest miss: {options} needs {needed / _GIB:.1f} GiB per GPU, but "
-            f"{search.hardware.name} has {room:.1f}"
-        )
+        room = f"{search.hardware.name} has {search.hardware.capacity / _GIB:.1f}"
+        yield f"nearest miss: {options} needs {needed / _GIB:.1f} GiB per GPU, but {room}"
 
 
 def _html(config: PlanConfig, search: Search, found: Found) -> str:

@@ -133,11 +133,8 @@ _FIELDS: dict[str, tuple[str, Any]] = {  # of a file: the record that has the fi
 
 
 def find_hardware(name: str) -> Hardware:
-    """Return the row of `HARDWARE` of that name, or the hardware of the file of that name.
-
-    Raises:
-        ValueError: there is no such row or file, or a field is unknown or missing.
-    """
+    """Return the row of `HARDWARE` of that name, or the hardware of the file of that name. Raise
+    ValueError if there is no such row or file, or if a field is unknown or missing."""
     if name in HARDWARE:
         found = HARDWARE[name]
     elif Path(name).suffix in (".toml", ".json"):
@@ -179,5 +176,4 @@ def _read_hardware(path: Path) -> Hardware:
     like = HARDWARE[base or "h100"]
     device = replace(like.device, name=path.stem, **own["device"])
     efficiency = replace(like.efficiency, **own["efficiency"])
-    more = own["hardware"] | {"name": path.stem}
-    return replace(like, device=device, efficiency=efficiency, **more)
+    return replace(like, name=path.stem, device=device, efficiency=efficiency, **own["hardware"])

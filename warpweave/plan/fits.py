@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from warpweave.plan.memory import TrainingStep, estimate
 
@@ -59,18 +59,11 @@ def _limits(proc: Path, cgroups: Path) -> list[int]:
     return left
 
 
-class _Way(NamedTuple):
-    """A way to need less memory: a different value for a field of the step, its plan or mesh."""
-
-    record: str
-    field: str
-    value: Any
-
-    def taken(self, step: TrainingStep) -> TrainingStep:
-        change = {self.field: self.value}
-        if self.record:
-            change = {self.record: dataclasses.replace(getattr(step, self.record), **change)}
-        return dataclasses.replace(step, **change)
+def _changed(step: TrainingStep, record: str, change: dict[str, Any]) -> TrainingStep:
+    """Return the step with other fields, of its plan or mesh if that is the `record`."""
+    if record:
+        change = {record: dataclasses.replace(getattr(step, record), **change)}
+    return dataclasses.replace(step, **change)
 
 
 def check_memory(step: TrainingStep, *, free: int, ranks: int, total: int | None = None) -> None:
@@ -87,26 +80,27 @@ def check_memory(step: TrainingStep, *, free: int, ranks: int, total: int | None
     now, mesh, plan, on_gpu = needed(step), step.mesh, step.plan, step.device_type == "cuda"
     if now <= free:
         return
-    ways: dict[str, _Way] = {"--recompute full": _Way("plan", "recompute", "full")}
+    ways: dict[str, tuple[str, dict[str, Any]]] = {}  # a record of the step ("" for itself), change
+    ways["--recompute full"] = "plan", {"recompute": "full"}
     if mesh.data > 1:
-        ways["--zero 3"] = _Way("plan", "zero", 3)
+        ways["--zero 3"] = "plan", {"zero": 3}
     if mesh.size("replica") > 1:
-        ways[f"--dp-shard {mesh.dp}"] = _Way("mesh", "dp_shard", None)
-    ways |= {"--dtype bf16": _Way("", "dtype", "bf16"), "--batch 1": _Way("", "batch", 1)}
+        ways[f"--dp-shard {mesh.dp}"] = "mesh", {"dp_shard": None}
+    ways |= {"--dtype bf16": ("", {"dtype": "bf16"}), "--batch 1": ("", {"batch": 1})}
     for tp in (2, 4, 8) if on_gpu else ():  # on CPUs tensor ranks share the memory
-        wider = _Way("mesh", "tp", mesh.tp * tp)
+        wider = {"tp": mesh.tp * tp}
         try:
-            step.config.check(wider.taken(step).mesh, plan)
+            step.config.check(dataclasses.replace(mesh, **wider), plan)
         except ValueError:
             break
-        ways[f"--tp {mesh.tp * tp}"] = wider
-    less = {name: needed(way.taken(step)) for name, way in ways.items()}
+        ways[f"--tp {mesh.tp * tp}"] = "mesh", wider
+    less = {name: needed(_changed(step, *way)) for name, way in ways.items()}
     helps = sorted((size, name) for name, size in less.items() if size < 0.95 * now)
     words = ", ".join(f"{name} ({size / _GIB:.1f} GiB)" for size, name in helps)
     if helps and helps[0][0] > free:  # combine several, leaving out any that no longer helps
         best, least, several = step, now, []
         for name in (name for _, name in helps if not name.startswith("--tp ")):
-            if (size := needed(way := ways[name].taken(best))) < least:
+            if (size := needed(way := _changed(best, *ways[name]))) < least:
                 best, least = way, size
                 several.append(name)
         if len(several) > 1:

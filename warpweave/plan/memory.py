@@ -47,7 +47,6 @@ model (0.3 GiB on a CPU; on a GPU its context, which already exists when the fre
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -65,8 +64,6 @@ if TYPE_CHECKING:
     from warpweave.parallel.data.outer import OuterRule
 
 SIZES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes per element
-
-
 _MIB = 2**20
 # Kernels of torch, cuBLAS and Triton, loaded at their first launch: taken from public reports of
 # 0.6 to 1 GiB for context and modules, of which the context alone is about half.
@@ -197,8 +194,12 @@ def _estimate_rank(step: TrainingStep, rank: int) -> MemoryEstimate:
         gradients = P * master // data + (P * master if data > 1 and not zero else 0)
         gradients += (4 if data > 1 else 2) * U * master
     update = 4 * (matrices // (data if zero else 1) + largest) * master
-    loading = max(units_of(step.config, Mesh(), _unpiped(step.plan), 0).values()) * 4 * 2
-    parts = weights, gradients, held.optimizer, _activation_bytes(step, rank), loading
+    loading = max(_units(step.config, 1, (0,), 0).values()) * 4 * 2
+    whole, kept = _kept(step)
+    activations = live_blocks(step.plan, step.mesh.pp, step.config)[rank] * kept + 3 * whole
+    if stage_ranks(step.plan, step.mesh.pp)[-1] == rank:
+        activations += _loss(step, size, master)
+    parts = weights, gradients, held.optimizer, activations, loading
     return MemoryEstimate(*parts, _gpu(step, master), update)
 
 
@@ -225,15 +226,6 @@ def _kept(step: TrainingStep) -> tuple[int, int]:
     again = step.rows * config.width * size + attended * step.tokens // mesh.tp
     kept = {"none": whole, "selective": whole - spared, "full": again}[step.plan.recompute]
     return whole, kept
-
-
-def _activation_bytes(step: TrainingStep, rank: int) -> int:
-    """Return the activation bytes of a pipeline rank at the peak of its backward."""
-    config, mesh, size = step.config, step.mesh, SIZES[step.dtype]
-    whole, kept = _kept(step)
-    found = live_blocks(step.plan, mesh.pp, config)[rank] * kept + 3 * whole
-    last = stage_ranks(step.plan, mesh.pp)[-1] == rank
-    return found + (_loss(step, size, max(size, 4)) if last else 0)
 
 
 def stage_ranks(plan: ParallelPlan, ranks: int) -> tuple[int, ...]:
@@ -339,8 +331,7 @@ def block_parameters(config: GPTConfig, tp: int = 1) -> int:
     has_qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
     count += has_qkv_bias * qkv // tp + config.bias * (up // tp + 2 * width)
     if config.qk_norm:
-        heads = (queries + keys) // tp if config.qk_norm_whole else 2 * config.head_dim
-        count += heads
+        count += (queries + keys) // tp if config.qk_norm_whole else 2 * config.head_dim
     count += config.sinks * config.heads // tp
     return count + (4 if config.norm_place == "sandwich" else 2) * _norm_parameters(config)
 
@@ -368,11 +359,6 @@ def _largest_fragment(step: TrainingStep, units: dict[str, int]) -> int:
     for name, count in units.items():
         sums[(ends[name] if name in ends else int(name)) % step.outer.fragments] += count
     return max(sums.values())
-
-
-def _unpiped(plan: ParallelPlan) -> ParallelPlan:
-    """Return the plan for one pipeline rank."""
-    return dataclasses.replace(plan, schedule="1f1b", chunks=1)
 
 
 def _muon_matrices(step: TrainingStep, rank: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import cycle
 from typing import Any
 
 from warpweave.parallel.simulate import Timeline
@@ -124,7 +125,7 @@ def plan_page(
     title, about, searched = words
     plan = {"title": title, "layouts": layouts, "memory": memory, "capacity": capacity}
     data = json.dumps(plan | {"record": record}).replace("<", "\\u003c")
-    first = record["layouts"][0]
+    refused = sorted(((n, why) for why, n in record["refused"].items()), reverse=True)
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -141,14 +142,10 @@ def plan_page(
             "<p>Scroll to zoom, drag to move, double-click to show everything.</p>",
             f'<div id="timeline">{svg({"simulated": timeline}, tooltips=True)}</div>',
             "<h2>Traffic of the first layout</h2>",
-            _traffic_table(first["traffic"]),
+            _traffic_table(record["layouts"][0]["traffic"]),
             "<h2>Refused layouts</h2>",
             f"<p>{escape(searched)}</p>",
-            _plain_table(
-                "refused",
-                ("layouts", "reason"),
-                sorted(((n, why) for why, n in record["refused"].items()), reverse=True),
-            ),
+            _plain_table("refused", ("layouts", "reason"), refused),
             f'<script type="application/json" id="plan">{data}</script>',
             f"<script>{_SCRIPT}</script></body></html>\n",
         ]
@@ -157,18 +154,14 @@ def plan_page(
 
 def _layout_table(layouts: Sequence[Mapping[str, Any]]) -> str:
     """Return the layouts as a table; the cells' `data-value` is the sort key."""
-    names = list(layouts[0])
-    rows = []
+    rows = ""
     for at, layout in enumerate(layouts):
-        cells = "".join(
-            f'<td data-value="{escape(str(value))}">{escape(_shown(name, value))}</td>'
-            for name, value in layout.items()
-        )
-        rows.append(("<tr>" if at else '<tr class="chosen">') + f"{cells}</tr>")
-    head = "".join(f"<th>{escape(_HEADS.get(n, n.replace('_', ' ')))}</th>" for n in names)
-    return (
-        f'<table id="layouts"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-    )
+        rows += "<tr>" if at else '<tr class="chosen">'
+        for name, value in layout.items():
+            rows += f'<td data-value="{escape(str(value))}">{escape(_shown(name, value))}</td>'
+        rows += "</tr>"
+    head = "".join(f"<th>{escape(_HEADS.get(n, n.replace('_', ' ')))}</th>" for n in layouts[0])
+    return f'<table id="layouts"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
 
 
 def _shown(name: str, value: Any) -> str:
@@ -201,33 +194,34 @@ def _plain_table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Any]])
 
 def _memory_bars(memory: Sequence[Mapping[str, float]], capacity: float) -> str:
     """Draw each rank's memory as SVG bars, stacked by kind, and a line at the capacity."""
-    kinds = list(dict.fromkeys(kind for rank in memory for kind in rank))
+    names = dict.fromkeys(kind for rank in memory for kind in rank)
+    kinds = [
+        (kind, escape(_KINDS.get(kind, kind)), colour)
+        for kind, colour in zip(names, cycle(COLOURS))
+    ]
     scale = WIDTH / max(capacity, *(sum(rank.values()) for rank in memory))
     bottom = TOP + len(memory) * ROW
     parts = []
-    for at, kind in enumerate(kinds):
+    for at, (_, name, colour) in enumerate(kinds):
         start = LEFT + at * 110
-        box = f'<rect x="{start}" y="4" width="12" height="12" fill="{_colour_of_kind(at)}"/>'
-        name = escape(_KINDS.get(kind, kind))
+        box = f'<rect x="{start}" y="4" width="12" height="12" fill="{colour}"/>'
         parts.append(f'{box}<text x="{start + 16}" y="14">{name}</text>')
     for rank, held in enumerate(memory):
         x, y = float(LEFT), TOP + rank * ROW
         parts.append(f'<text x="4" y="{y + 14}">rank {rank}</text>')
-        for at, kind in enumerate(kinds):
+        for kind, name, colour in kinds:
             width = held.get(kind, 0) * scale
-            name = escape(_KINDS.get(kind, kind))
             tip = f"<title>{name}: {held.get(kind, 0) / _GIB:.2f} GiB</title>"
             parts.append(
                 f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW - 3}" '
-                f'fill="{_colour_of_kind(at)}">{tip}</rect>'
+                f'fill="{colour}">{tip}</rect>'
             )
             x += width
         total = sum(held.values()) / _GIB
         parts.append(f'<text x="{x + 4:.2f}" y="{y + 14}" class="halo">{total:.1f} GiB</text>')
     line = LEFT + capacity * scale
-    parts.insert(
-        0, f'<line x1="{line:.2f}" x2="{line:.2f}" y1="{TOP}" y2="{bottom}" stroke="#c00"/>'
-    )
+    limit = f'<line x1="{line:.2f}" x2="{line:.2f}" y1="{TOP}" y2="{bottom}" stroke="#c00"/>'
+    parts.insert(0, limit)
     parts.append(f'<path d="M{LEFT} {bottom}H{LEFT + WIDTH}" stroke="#333"/>')
     for gib in ticks(WIDTH / scale / _GIB):
         x = LEFT + gib * _GIB * scale
@@ -245,7 +239,3 @@ def _memory_bars(memory: Sequence[Mapping[str, float]], capacity: float) -> str:
         f'<svg id="memory" xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 80}" '
         f'height="{bottom + 36}" font-size="11" font-family="sans-serif">{"".join(parts)}</svg>'
     )
-
-
-def _colour_of_kind(at: int) -> str:
-    return COLOURS[at % len(COLOURS)]

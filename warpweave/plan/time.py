@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 from warpweave.kernels import cost
@@ -37,13 +37,7 @@ from warpweave.kernels.words import find_activation
 from warpweave.parallel.schedule.actions import FINISHES, Action, B, F, I, W
 from warpweave.parallel.simulate import Cell, Timeline, simulate
 from warpweave.plan.device import Hardware
-from warpweave.plan.memory import (
-    SIZES,
-    TrainingStep,
-    parameters_of,
-    pipeline_shape,
-    stage_ranks,
-)
+from warpweave.plan.memory import SIZES, TrainingStep, parameters_of, pipeline_shape, stage_ranks
 
 # Slowdown of computation by a concurrent message, as a fraction of the message's time: NCCL takes
 # processors and memory bandwidth. Set by hand, not fitted by benchmarks/plan_rows.py.
@@ -207,10 +201,7 @@ def _pieces(job: Job) -> tuple[Work, Work, Work]:
 
 def block_work(job: Job) -> Work:
     """Return the work of a block, over all parts."""
-    total = Work()
-    for part in block_parts(job).values():
-        total = total.plus(part)
-    return total
+    return reduce(Work.plus, block_parts(job).values(), Work())
 
 
 def block_parts(job: Job) -> dict[str, Work]:
@@ -374,11 +365,8 @@ def _tensor_work(job: Job, products: Work) -> Work:
     else:
         bare = 2 / 6 if job.plan.sequence_parallel else 0.0
         shown = (1.0, bare if job.plan.overlap == "bulk" else 1.0)
-    found = [
-        count * each * part + max(0.0, count * each * (1 - part) - work)
-        for count, part, work in zip((ahead, back), shown, products)
-    ]
-    return Work(*found)
+    every = zip((ahead, back), shown, products)
+    return Work(*(n * each * p + max(0.0, n * each * (1 - p) - work) for n, p, work in every))
 
 
 def context_bytes(job: Job) -> tuple[float, float]:
@@ -390,12 +378,9 @@ def context_bytes(job: Job) -> tuple[float, float]:
 
 
 def _context_work(job: Job, attention: Work) -> Work:
-    cp = job.mesh.cp
-    found = []
-    for moved, work in zip(context_bytes(job), attention):
-        seconds = _sent(job, job.mesh.tp, cp, moved)[1]
-        found.append(max(0.0, seconds - work * (cp - 1) / cp))
-    return Work(*found)
+    cp, tp = job.mesh.cp, job.mesh.tp
+    sent = zip(context_bytes(job), attention)
+    return Work(*(max(0.0, _sent(job, tp, cp, n)[1] - t * (cp - 1) / cp) for n, t in sent))
 
 
 def message(job: Job) -> tuple[float, float]:

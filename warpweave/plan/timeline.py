@@ -59,9 +59,8 @@ def bars(timeline: Timeline) -> Iterator[Bar]:
 def _colour(op: str, at: float) -> str:
     if op not in COLOURS:
         return WAITING if op in RECEIVES else OTHER
-    light, dark = (
-        [int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in COLOURS[op]
-    )  # with many stages, each gets a shade between the two
+    # With many stages, each gets a shade between the two.
+    light, dark = (bytes.fromhex(colour[1:]) for colour in COLOURS[op])
     return "#" + "".join(f"{round(a + (b - a) * at):02x}" for a, b in zip(light, dark))
 
 
@@ -119,10 +118,8 @@ def svg(panels: Mapping[str, Timeline], *, tooltips: bool = False, unit: str = "
     """Draw all timelines below each other as one SVG document, with a shared time axis and a
     legend.
 
-    Args:
-        panels: title -> timeline, all in the same unit of time.
-        tooltips: show each bar's action and times on hover; makes the file larger.
-        unit: the unit of time.
+    `panels` are title -> timeline, all in the same `unit` of time. `tooltips` show each bar's
+    action and times on hover; they make the file larger.
     """
     span = max(timeline.span for timeline in panels.values())
     scale, (many, shown) = WIDTH / span, in_units(span, unit)
@@ -139,13 +136,13 @@ def svg(panels: Mapping[str, Timeline], *, tooltips: bool = False, unit: str = "
         for rank, (action, start, end), colour in bars(timeline):
             x, width, y = LEFT + (start - begin) * scale, (end - start) * scale, top + rank * ROW
             shade = colours.setdefault(colour, f"c{len(colours)}")
-            tip = f"<title>{action}: {start * many:g} to {end * many:g} {shown}</title>"
-            tip = tip if tooltips else ""
-            number = f' data-n="{_name(action)}"' if tooltips else ""
-            places = 3 if tooltips else 1  # pages can be zoomed
+            number, end_of_rect, places = "", "/>", 1
+            if tooltips:
+                tip = f"<title>{action}: {start * many:g} to {end * many:g} {shown}</title>"
+                number, end_of_rect = f' data-n="{_name(action)}"', f">{tip}</rect>"
+                places = 3  # pages can be zoomed
             rect = f'<rect x="{x:.{places}f}" y="{y}" width="{width:.{places}f}"'
-            rect += f' height="{ROW - 2}"{number}'
-            elements.append(f'{rect} class="{shade}"' + (f">{tip}</rect>" if tip else "/>"))
+            elements.append(f'{rect} height="{ROW - 2}"{number} class="{shade}"{end_of_rect}')
             if width >= LABEL and _name(action):
                 elements.append(
                     f'<text x="{x + width / 2:.1f}" y="{y + 13}" class="n">{action.mb}</text>'
@@ -161,16 +158,13 @@ def svg(panels: Mapping[str, Timeline], *, tooltips: bool = False, unit: str = "
         f"rect{{stroke:#fff;stroke-width:{edge}}}"
         ".n{font-size:9px;text-anchor:middle;fill:#102030}"
     ) + "".join(f".{shade}{{fill:{colour}}}" for colour, shade in colours.items())
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right:.0f} {bottom}" '
-            f'width="{right:.0f}" height="{bottom}" data-left="{LEFT}" data-width="{WIDTH:g}" '
-            f'data-span="{span * many:g}" data-label="{LABEL:g}">',
-            f'<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>',
-            *elements,
-            "</svg>\n",
-        ]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right:.0f} {bottom}" '
+        f'width="{right:.0f}" height="{bottom}" data-left="{LEFT}" data-width="{WIDTH:g}" '
+        f'data-span="{span * many:g}" data-label="{LABEL:g}">\n'
+        f'<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>'
     )
+    return "\n".join([head, *elements, "</svg>\n"])
 
 
 def _time_axis(top: float, span: float, scale: float, unit: str) -> list[str]:
@@ -216,13 +210,8 @@ def png(panels: Mapping[str, Timeline], path: Path) -> None:
         for rank, cell, colour in bars(timeline):
             drawn[rank, colour].append((cell.start * many, (cell.end - cell.start) * many))
         for (rank, colour), spans in drawn.items():
-            axis.broken_barh(
-                spans,
-                (rank - 0.45, 0.9),
-                facecolors=colour,
-                edgecolors="white",
-                linewidth=_edge(timeline),
-            )
+            how = {"facecolors": colour, "edgecolors": "white", "linewidth": _edge(timeline)}
+            axis.broken_barh(spans, (rank - 0.45, 0.9), **how)
         ranks = range(len(timeline.cells))
         axis.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
         axis.set_ylim(len(ranks) - 0.5, -0.5)

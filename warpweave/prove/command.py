@@ -192,13 +192,9 @@ def _typecheck(config: ProveConfig, summary: dict) -> None:
         summary |= {"typechecked": 0, "ranks": mesh.world}
         for stage in range(mesh.pp):
             typecheck(
-                model,
-                mesh,
-                stages=range(stage, stage + 1),
-                sequence_parallel=layout.sequence_parallel,
-                recompute=layout.recompute,
-                layout=layout.layout,
-            )
+                model, mesh, stages=[stage], sequence_parallel=layout.sequence_parallel,
+                recompute=layout.recompute, layout=layout.layout,
+            )  # fmt: skip
             summary["typechecked"] = stage + 1
             print(f"stage {stage} of {mesh.pp}: ok", flush=True)
         summary["passed"] = True

@@ -256,10 +256,8 @@ def train(
                 seed=KEY + step, sample_ids=ids, document=packed,
             )  # fmt: skip
             loss = total / max(valid, 1)
-            grads = {
-                name: grad.to(wide)
-                for name, grad in zip(params, torch.autograd.grad(loss, list(params.values())))
-            }
+            found = torch.autograd.grad(loss, list(params.values()))
+            grads = {name: grad.to(wide) for name, grad in zip(params, found)}
             masters = {name: p.clone() for name, p in masters.items()}
             clip = {"clip": CLIP} if delayed is None else {}
             if optimizer == "sgd":
@@ -272,9 +270,8 @@ def train(
             losses.append(loss.detach())
             norms.append(norm)
         values[f"loss of step {step}"] = torch.stack(losses).mean()
-        several = len(norms) > 1
-        norm = torch.stack(norms).square().mean().sqrt() if several else norms[0]
-        values[f"norm of step {step}"] = norm
+        mean = norms[0] if len(norms) == 1 else torch.stack(norms).square().mean().sqrt()
+        values[f"norm of step {step}"] = mean
         values |= {f"gradient of {name} at step {step}": grad for name, grad in grads.items()}
         values |= {f"{name} after step {step}": p for name, p in masters.items()}
         at = STEPS + step
@@ -282,9 +279,8 @@ def train(
         params = {name: p.to(dtype) for name, p in masters.items()}
         total, valid = plain_gpt_loss(params, tokens, labels, config, dropout=0.0, document=packed)
         values[f"evaluation after step {step}"] = total / max(valid, 1)
-        values[f"logits after step {step}"] = last_logits(
-            params, prompt(sizes, step).to(device), config
-        )
+        start = prompt(sizes, step).to(device)
+        values[f"logits after step {step}"] = last_logits(params, start, config)
     for name, of in moments.items():
         values |= {f"{kind} of {name}": of[m] for m, kind in moments_of(optimizer).items()}
     return {what: value.cpu() for what, value in values.items()}

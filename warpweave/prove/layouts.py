@@ -28,22 +28,18 @@ STYLES: dict[str, dict] = {
     "qwen": {
         "positions": "rope", "norm": "rms", "activation": "gelu_erf", "bias": False,
         "qkv_bias": True, "qk_norm": True, "windows": (3, 0), "sinks": True,
-        "rope_scaling": RopeScaling("llama3", 4.0, original_length=8),
+        "rope_scaling": RopeScaling("llama3", 4.0, original_length=8)
     },  # further options that models have; no real one has all of them
     "gemma": {
         "positions": "rope", "norm": "rms1p", "activation": "geglu", "bias": False,
         "norm_place": "sandwich", "qk_norm": True, "attention_scale": 0.4, "softcap": 2.0,
         "logit_softcap": 0.25, "embedding_scale": 2.5, "windows": (3, 0),
-        "local_rope_theta": 100.0, "rope_scaling": RopeScaling("linear", 4.0),
+        "local_rope_theta": 100.0, "rope_scaling": RopeScaling("linear", 4.0)
     },  # the options of Gemma 2 and 3 together
-    "olmo": {
-        "positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False,
-        "norm_place": "post", "qk_norm": True, "qk_norm_whole": True,
-    },
-    "primer": {
-        "positions": "rope", "norm": "layer", "norm_bias": False, "activation": "relu2",
-        "bias": True,
-    },
+    "olmo": {"positions": "rope", "norm": "rms", "activation": "swiglu", "bias": False,
+             "norm_place": "post", "qk_norm": True, "qk_norm_whole": True},
+    "primer": {"positions": "rope", "norm": "layer", "norm_bias": False, "activation": "relu2",
+               "bias": True},
 }  # fmt: skip
 SYNCHRONOUS = tuple(name for name, family in FAMILIES.items() if not family.asynchronous)
 ASYNCHRONOUS = tuple(name for name in FAMILIES if name not in SYNCHRONOUS)
@@ -168,18 +164,10 @@ class Layout:
     @property
     def plan(self) -> ParallelPlan:
         """The engine's plan."""
-        return ParallelPlan(
-            zero=self.zero,
-            reduce=self.reduce,
-            schedule=self.schedule,
-            chunks=self.chunks,
-            microbatches=self.microbatches,
-            sequence_parallel=self.sequence_parallel,
-            recompute=self.recompute,
-            layout=self.layout,
-            cp_strategy=self.strategy,
-            overlap=self.overlap,
-        )
+        same = ("zero", "reduce", "schedule", "chunks", "microbatches", "sequence_parallel",
+                "recompute", "layout", "overlap")  # fmt: skip
+        own = {name: getattr(self, name) for name in same}
+        return ParallelPlan(**own, cp_strategy=self.strategy)
 
     @property
     def model(self) -> GPTConfig:
@@ -205,14 +193,13 @@ class Layout:
         words = [f"--random 1 --seed {self.drawn.seed}"] if self.drawn is not None else []
         if not words:
             given = ((a, getattr(self.mesh, a)) for a in (*AXES, "ulysses", "dp_shard"))
-            words = [
-                f"--{axis.replace('_', '-')} {n}" for axis, n in given if n != getattr(Mesh(), axis)
-            ]
+            given = ((axis, n) for axis, n in given if n != getattr(Mesh(), axis))
+            words = [f"--{axis.replace('_', '-')} {n}" for axis, n in given]
             words += [
                 f"--zero {self.zero} --schedule {self.schedule} --style {self.style}",
                 f"--recompute {self.recompute} --cp-strategy {self.strategy}",
-                f"--layout {self.layout}",
-                f"--microbatches {self.microbatches} --overlap {self.overlap}",
+                f"--layout {self.layout} --microbatches {self.microbatches}",
+                f"--overlap {self.overlap}",
                 "--tied" if self.tied else "--no-tied",
                 "--sequence-parallel" if self.sequence_parallel else "--no-sequence-parallel",
                 *["--packed"] * self.packed,
@@ -288,25 +275,17 @@ def all_layouts(world: int, impl: str = "torch") -> list[Layout]:
         ):
             turn, least = len(layouts), FAMILIES[schedule].least(mesh.pp)
             mine = [m for m in counts if m >= least] or [None]
-            if style == "llama" and turn % 7 < 3:
-                style = "qwen"
-            shards = _shardings(mesh, zero)
+            shards, kinds = _shardings(mesh, zero), _kinds(mesh, strategy)
+            overlaps = _overlaps(mesh, impl)
             layouts.append(
                 Layout(
-                    replace(mesh, dp_shard=shards[turn // 3 % len(shards)]),
-                    sp,
-                    zero,
-                    schedule,
-                    style,
-                    tied,
-                    get_args(Recompute)[turn % 3],
-                    strategy,
-                    _kinds(mesh, strategy)[turn // 3 % len(_kinds(mesh, strategy))],
-                    _overlaps(mesh, impl)[turn // 2 % len(_overlaps(mesh, impl))],
-                    packed=turn % 5 in (1, 3),
+                    replace(mesh, dp_shard=shards[turn // 3 % len(shards)]), sp, zero, schedule,
+                    "qwen" if style == "llama" and turn % 7 < 3 else style, tied,
+                    get_args(Recompute)[turn % 3], strategy, kinds[turn // 3 % len(kinds)],
+                    overlaps[turn // 2 % len(overlaps)], packed=turn % 5 in (1, 3),
                     count=mine[turn % len(mine)],
                 )
-            )
+            )  # fmt: skip
         layouts += _asynchronous(mesh, len(layouts))
     return layouts
 
@@ -342,7 +321,7 @@ def _strategies(mesh: Mesh, heads: int) -> tuple[Strategy, ...]:
     if mesh.ulysses > 1:
         return ("hybrid",)
     names: tuple[Strategy, ...] = ("ring", "gather", "stream", "ulysses")
-    return names if heads is None or heads >= mesh.cp else names[:-1]
+    return names if heads >= mesh.cp else names[:-1]
 
 
 def _kinds(mesh: Mesh, strategy: Strategy) -> tuple[Kind, ...]:
@@ -358,12 +337,6 @@ def _overlaps(mesh: Mesh, impl: str) -> tuple[Overlap, ...]:
         return ("bulk",)
     words: tuple[Overlap, ...] = get_args(Overlap)
     return words if impl == "triton" else tuple(w for w in words if w != "fused")
-
-
-def _ragged(rows: int, parts: int, chunks: int, seed: int) -> int:
-    """Return a length that needs `rows` rows on each of `parts` ranks, in `chunks` chunks, and most
-    likely does not fill all of them."""
-    return max(rows * parts - seed % (parts * chunks), 3)
 
 
 def _without_effect(layout: Layout, rng: random.Random) -> Layout:
@@ -387,18 +360,16 @@ def draw(seed: int, impl: str = "torch") -> Layout:
     each = rng.choice((1, 1, 2))  # stages per rank
     count, size = rng.randint(1, mesh.pp + 3), rng.randint(1, 3)
     chunks = 2 if mesh.cp > 1 and cut in ("zigzag", "balanced") else 1
-    local = [
-        n
-        for n in range(1, 24 // mesh.cp + 1)
-        if n * mesh.cp >= 4 and n % chunks == 0 and not (sp and size * n % mesh.tp)
-    ]
+    rows = (n for n in range(1, 24 // mesh.cp + 1) if n * mesh.cp >= 4 and n % chunks == 0)
+    local = [n for n in rows if not (sp and size * n % mesh.tp)]
     kv_heads = mesh.tp * rng.randint(1, max(1, 4 // mesh.tp))
     least = -(-mesh.tp * mesh.ulysses // kv_heads)
     heads = kv_heads * rng.randint(least, max(least, 3))
     style = rng.choice(get_args(Style))
     sizes = Sizes(
         samples=mesh.dp * count * size,
-        seq_len=_ragged(rng.choice(local), mesh.cp, chunks, seed),
+        # Most likely does not fill all of the local rows on every rank.
+        seq_len=max(rng.choice(local) * mesh.cp - seed % (mesh.cp * chunks), 3),
         vocab=rng.choice(PRIMES),
         layers=mesh.pp * each + rng.randint(0, 2),
         heads=heads,
@@ -409,29 +380,16 @@ def draw(seed: int, impl: str = "torch") -> Layout:
         seed=seed,
     )
     layout = Layout(
-        mesh,
-        sp,
-        rng.randrange(4) if mesh.data > 1 else 0,
-        "1f1b",
-        style,
-        rng.random() < 0.5,
+        mesh, sp, rng.randrange(4) if mesh.data > 1 else 0, "1f1b", style, rng.random() < 0.5,
         rng.choice(get_args(Recompute)),
         rng.choice([s for s in _strategies(mesh, heads // mesh.tp) if cut in _kinds(mesh, s)]),
-        cut,
-        rng.choice(_overlaps(mesh, impl)),
-        packed=seed % 3 == 1,
-        count=count,
-        drawn=sizes,
-    )
+        cut, rng.choice(_overlaps(mesh, impl)), packed=seed % 3 == 1, count=count, drawn=sizes,
+    )  # fmt: skip
     # Draw these last, so that earlier seeds keep all other choices.
     shards = rng.choice(_shardings(mesh, layout.zero))
-    schedule = rng.choice(
-        [
-            name
-            for name in SYNCHRONOUS
-            if (FAMILIES[name].chunks or 2) == each and FAMILIES[name].least(mesh.pp) <= count
-        ]
-    )
+    every = ((name, FAMILIES[name]) for name in SYNCHRONOUS)
+    fits = [n for n, of in every if (of.chunks or 2) == each and of.least(mesh.pp) <= count]
+    schedule = rng.choice(fits)
     outer = 2 if seed % 5 == 2 and mesh.world <= 4 else 1
     ordered = outer == 1 and shards is None and schedule in ("gpipe", "1f1b", "interleaved")
     return replace(

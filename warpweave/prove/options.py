@@ -208,11 +208,8 @@ class ProveConfig:
             chosen = [x for x in chosen if x.plan.overlap != "fused" or x.mesh.pp == 1]
         both = ("fp64", "fp32") if self.device == "cpu" else ("fp32", "bf16")
         dtypes = both if self.dtype == "both" else (self.dtype,)
-        every = [
-            dataclasses.replace(layout, dtype=d, device=self.device, impl=impl)
-            for layout in chosen
-            for d in dtypes
-        ]
+        where = {"device": self.device, "impl": impl}
+        every = [dataclasses.replace(x, dtype=d, **where) for x in chosen for d in dtypes]
         for layout in every:
             layout.model.check(layout.mesh, layout.plan)
         every.sort(key=lambda layout: -layout.mesh.world)

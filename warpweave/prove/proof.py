@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, Rule
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.exchange import exchange
 from warpweave.parallel.mesh import ConnectedMesh
-from warpweave.parallel.shard import ParamRecord
 from warpweave.prove.expected import (
     ADAMW,
     CLIP,
@@ -33,7 +33,7 @@ from warpweave.prove.expected import (
     documents,
     execution_order,
     prompt,
-)  # fmt: skip
+)
 from warpweave.prove.layouts import Layout
 from warpweave.prove.truth import Truth, truth
 
@@ -112,16 +112,11 @@ class _Comparison:
 
     def difference(self, kind: str, what: str, of: str, by: float) -> None:
         """Record that the number `what` is off by `by`, with the rounding and size of `of`."""
-        self.add(
-            kind, what, *(_ratio(by, x[of]) for x in (self.truth.rounding, self.truth.largest))
-        )
+        units = self.truth.rounding[of], self.truth.largest[of]
+        self.add(kind, what, *(_ratio(by, unit) for unit in units))
 
     def tensor(
-        self,
-        kind: str,
-        what: str,
-        actual: Tensor,
-        cut: Callable[[Tensor], Tensor] = lambda t: t,
+        self, kind: str, what: str, actual: Tensor, cut: Callable[[Tensor], Tensor] = lambda t: t
     ) -> None:
         """Compare `actual` with the value named `what`, of which `cut` takes this rank's part."""
         expected = cut(self.truth.values[what])
@@ -159,20 +154,14 @@ def _engine(layout: Layout, mesh: ConnectedMesh, timeout: float) -> Engine:
         rule = Muon(**MUON, rest=rule, impl=layout.impl)
     elif layout.optimizer == "sgd":
         rule = SGD(**PLAIN_SGD)
+    device = torch.empty(0, device=layout.device).device  # includes this rank's index
+    outer = OuterRule(1, lr=1.0, momentum=0.0) if mesh.size("outer") > 1 else None
     return Engine(
-        layout.model,
-        mesh,
-        layout.plan,
-        micro_batch_size=layout.micro_batch_size,
-        dtype=NAMED_DTYPES[layout.dtype],
-        device=torch.empty(0, device=layout.device).device,  # includes this rank's index
-        seed=layout.sizes.seed,
-        rule=rule,
-        clip=None if layout.plan.asynchronous else CLIP,
-        outer=OuterRule(1, lr=1.0, momentum=0.0) if mesh.size("outer") > 1 else None,
-        impl=layout.impl,
+        layout.model, mesh, layout.plan, micro_batch_size=layout.micro_batch_size,
+        dtype=NAMED_DTYPES[layout.dtype], device=device, seed=layout.sizes.seed, rule=rule,
+        clip=None if layout.plan.asynchronous else CLIP, outer=outer, impl=layout.impl,
         timeout=timeout,
-    )
+    )  # fmt: skip
 
 
 def prove_layout(
@@ -255,8 +244,8 @@ def prove_layout(
         if count != reads:  # would be lost in a checkpoint, or written twice
             what = f"{name}, which the ranks would save {count} times instead of {reads},"
             compare.add("weight", what, float("inf"))
-    errors = {kind: compare.errors.get(kind, math.inf) for kind in KINDS}  # inf: never compared
-    relative = {kind: compare.relative.get(kind, math.inf) for kind in KINDS}
+    never = dict.fromkeys(KINDS, math.inf)  # the error of a kind that was not compared
+    errors, relative = never | compare.errors, never | compare.relative
     found = Errors(**errors, where=compare.where, relative=relative, first=compare.first)
     return _worst_rank(found, mesh, order)
 
@@ -269,10 +258,7 @@ def _compare_parameters(
         unit.parameters.unshard()
         unit.parameters.wait()
         for record, param in unit.params:
-
-            def own(full: Tensor, record: ParamRecord = record) -> Tensor:
-                return record.slice(full, mesh.coords)
-
+            own = partial(record.slice, at=mesh.coords)
             compare.tensor("weight", what.format(record.name), param.detach(), own)
         unit.parameters.reshard()
 

@@ -59,9 +59,9 @@ def typecheck(
         raise RuntimeError(
             "typecheck creates its own process group; destroy the existing one first"
         )
+    if mesh.data * mesh.tp == 1:
+        return  # a stage on one device has no collectives to check
     for stage in stages if stages is not None else range(mesh.pp):
-        if mesh.data * mesh.tp == 1:
-            continue  # a stage on one device has no collectives to check
         try:
             with _pretend(mesh, stage) as connected, torch._subclasses.FakeTensorMode():
                 model = GPT(config, mesh=connected, plan=plan)

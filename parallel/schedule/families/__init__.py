@@ -12,7 +12,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 from warpweave.kernels.words import did_you_mean
-from warpweave.parallel.schedule.actions import COMPUTE, RECEIVES, SENDS, Schedule, placement
+from warpweave.parallel.schedule.actions import COMPUTE, MESSAGES, Schedule, placement
 from warpweave.parallel.schedule.family import ScheduleFamily
 from warpweave.parallel.schedule.passes import with_comm
 from warpweave.parallel.schedule.text import from_csv
@@ -27,11 +27,7 @@ FAMILIES: dict[str, ScheduleFamily] = {
 
 def find_family(name: str, known: Collection[str] = FAMILIES.keys()) -> ScheduleFamily:
     """Return the schedule of a name in `known`, or of a file in torch's notation if the path ends
-    in .csv.
-
-    Raises:
-        ValueError: in one line, if the name is unknown, or the file cannot be read or is invalid.
-    """
+    in .csv. Raise ValueError, in one line, if there is none or the file is invalid."""
     if name.endswith(".csv"):
         return _in_file(Path(name))
     if name not in known:
@@ -45,21 +41,17 @@ def find_family(name: str, known: Collection[str] = FAMILIES.keys()) -> Schedule
 def _in_file(path: Path) -> ScheduleFamily:
     """Return the schedule in a file, with or without messages.
 
-    Messages in the file are validated and then removed, because the caller adds them itself. The
-    result must be valid with the caller's messages as well. Sums, ties, ZeRO's gathers and updates
-    are rejected because they follow from other options. Ranks without actions are also rejected.
+    Messages in the file are validated and then removed, because the caller adds them itself. Sums,
+    ties and updates are rejected because they follow from other options.
     """
     try:
         lists = from_csv(path.read_text().rstrip())  # without blank lines at the end
         for rank, actions in enumerate(lists):
-            others = [a for a in actions if a.op not in COMPUTE + SENDS + RECEIVES]
-            if others or not actions:
-                what = (
-                    f"{others[0]} is added automatically, depending on other options; remove it"
-                    if others
-                    else "has no action"
-                )
-                raise ValueError(f"rank {rank}: {what}")
+            if not actions:
+                raise ValueError(f"rank {rank}: has no action")
+            if others := [a for a in actions if a.op not in COMPUTE + MESSAGES]:
+                why = "is added automatically, depending on other options; remove it"
+                raise ValueError(f"rank {rank}: {others[0]} {why}")
         validate(lists)
         compute = [[a for a in actions if a.op in COMPUTE] for actions in lists]
         validate(with_comm(compute))

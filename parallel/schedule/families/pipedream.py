@@ -79,9 +79,7 @@ def _steps_to_repeat(p: int, m: int) -> int:
 # Their lists are for a run of a few steps. A longer run repeats the step in the middle forever.
 SCHEDULES = (
     ScheduleFamily(
-        "pipedream",
-        lambda p, m, c: pipedream(p, m * _steps_to_repeat(p, m)),
-        asynchronous=True,
+        "pipedream", lambda p, m, c: pipedream(p, m * _steps_to_repeat(p, m)), asynchronous=True
     ),
     ScheduleFamily(
         "pipedream-vs",
