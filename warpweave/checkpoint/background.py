@@ -129,7 +129,6 @@ class BackgroundSaver:
     def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         held = self._host.get(name)
         if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
-            self._host[name] = torch.empty(
-                tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
-            )
-        return self._host[name].copy_(tensor, non_blocking=True)
+            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._host[name] = held
+        return held.copy_(tensor, non_blocking=True)

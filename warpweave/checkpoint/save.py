@@ -110,11 +110,8 @@ def _write_shards(
 ) -> dict[str, Any]:
     """Write this rank's tensors; return {"files": ..., "tensors": ...} or {"error": the reason}."""
     shards, problem = _Shards(folder, rank, shard_bytes), {}
-    for name, tensor in tensors:
-        if problem:
-            continue  # `tensors` may run collectives with other ranks
-        problem = attempt(folder, shards.add, name, tensor)
-        if problem:
+    for name, tensor in tensors:  # to the end: it may run collectives with other ranks
+        if not problem and (problem := attempt(folder, shards.add, name, tensor)):
             shards.clear()
     return problem or attempt(folder, shards.close)
 
@@ -129,12 +126,10 @@ class _Shards:
         self.clear()
 
     def clear(self) -> None:
-        """Start a new file."""
         self.waiting: dict[str, torch.Tensor] = {}
         self.bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor; it is read only when its file is full."""
         _check_tensor(name, tensor)
         if name in self.waiting or name in self.written:
             raise CheckpointError(
@@ -158,11 +153,8 @@ class _Shards:
         digest = write(self.folder / name, *parts)
         self.files[name] = {"bytes": sum(map(len, parts)), "sha256": digest}
         for key, value in self.waiting.items():
-            self.written[key] = {
-                "file": name,
-                "shape": list(value.shape),
-                "dtype": _dtype_name(value),
-            }
+            shape = list(value.shape)
+            self.written[key] = {"file": name, "shape": shape, "dtype": _dtype_name(value)}
         self.clear()
 
     def close(self) -> dict[str, Any]:

@@ -33,14 +33,10 @@ def gpu_count() -> int:
 def choose_backend(local_world: int, asked: str | None = None, *, launched: bool = True) -> str:
     """ "nccl" if `local_world` ranks of this machine compute on GPUs, "gloo" if on its CPU.
 
-    Args:
-        local_world: number of ranks on this machine.
-        asked: "nccl", "gloo", or None for GPUs if there are any.
-        launched: `launch.launch` starts the ranks, so all of them see the same GPUs; a different
-            launcher (SLURM) may show each rank only its own.
-
-    Raises:
-        ValueError: GPUs were requested or exist, but these ranks cannot use them.
+    `asked` is "nccl", "gloo", or None for GPUs if there are any. If `launch.launch` starts the
+    ranks (`launched`), all of them see the same GPUs; a different launcher (SLURM) may show each
+    rank only its own. Raises ValueError if GPUs were requested or exist, but these ranks cannot
+    use them.
     """
     if asked == "gloo":
         return asked

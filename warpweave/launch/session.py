@@ -82,7 +82,7 @@ class Session:
             self.store.set("begun", "")
 
     def beat(self, step: int, phase: str) -> None:
-        """Record the progress of this rank in the store, for others to report if it hangs."""
+        """Record this rank's progress, for others to report if it hangs."""
         if self.heartbeat is not None:
             self.heartbeat.note(step, phase)
 
@@ -189,12 +189,9 @@ def _tell_of_unhandled() -> None:
 
 def is_connection_error(error: BaseException) -> bool:
     """True for an error that torch.distributed raises for a lost or late peer."""
-    return isinstance(error, dist.DistError) or (
-        type(error) is RuntimeError
-        and any(
-            word in str(error) for word in ("gloo", "NCCL", "Connection", "Timed out", "timeout")
-        )
-    )
+    words = ("gloo", "NCCL", "Connection", "Timed out", "timeout")
+    plain = type(error) is RuntimeError and any(word in str(error) for word in words)
+    return plain or isinstance(error, dist.DistError)
 
 
 def join(

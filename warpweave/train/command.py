@@ -23,7 +23,7 @@ from warpweave.launch.processes import Processes, leave, no_cache, under_torchru
 from warpweave.launch.ranks import launch
 from warpweave.launch.session import join, reported
 from warpweave.plan.fits import free_host_memory
-from warpweave.train import idle_options
+from warpweave.train.idle_options import TRAIN, idle_lines
 from warpweave.train.lr_schedule import short_of_peak
 from warpweave.train.metrics import locked
 from warpweave.train.options import TrainConfig, parse
@@ -69,11 +69,8 @@ def train_rank(
 
 def _say_of_options(config: TrainConfig, device: Literal["cpu", "cuda"]) -> None:
     """Print which options have no effect in this run on `device`."""
-    if line := short_of_peak(config):
-        say(line)
-    for line in idle_options.idle_lines(
-        idle_options.TRAIN, dataclasses.replace(config, device=device)
-    ):
+    idle = idle_lines(TRAIN, dataclasses.replace(config, device=device))
+    for line in filter(None, [short_of_peak(config), *idle]):
         say(line)
 
 
@@ -108,9 +105,9 @@ def run(
     rank, local_rank = (int(os.environ.get(n, "0")) for n in ("RANK", "LOCAL_RANK"))
     try:
         if config.server and torchrun:
-            ranks = f"torchrun, which started {os.environ['WORLD_SIZE']} ranks"
             raise ValueError(
-                f"--server {config.server} starts its own ranks; run it without {ranks}"
+                f"--server {config.server} starts its own ranks; run it without torchrun, which "
+                f"started {os.environ['WORLD_SIZE']} ranks"
             )
         if config.max_restarts and torchrun:
             raise ValueError(
@@ -147,14 +144,8 @@ def run(
                 os.environ.update(no_cache())
                 code = as_rank(config)
             else:
-                code = launch(
-                    as_rank,
-                    (config,),
-                    config.mesh,
-                    backend=backend,
-                    max_restarts=config.max_restarts,
-                    processes=processes,
-                )
+                more = {"max_restarts": config.max_restarts, "processes": processes}
+                code = launch(as_rank, (config,), config.mesh, backend=backend, **more)
     except (ValueError, ImportError, OSError, CheckpointError) as error:
         if local_rank == 0:
             say(one_line(error))
@@ -163,7 +154,3 @@ def run(
     if torchrun:
         leave(0)
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -18,13 +18,10 @@ from warpweave.parallel.schedule import find_family
 
 @dataclass(frozen=True)
 class Idle:
-    """A condition under which options have no effect.
+    """A condition, a function of a command's record, under which `options` have no effect.
 
-    Attributes:
-        options: names of the options; each counts only if its value is not the default.
-        when: the condition, a function of a command's record.
-        because: the reason, in which ``{name}`` is the value of an option.
-        refused: the command raises an error instead of printing a line.
+    An option counts only if its value is not the default. In the reason `because`, ``{name}`` is
+    the value of an option. If `refused`, the command raises an error instead of printing a line.
     """
 
     options: tuple[str, ...]
@@ -46,12 +43,6 @@ def _one_document(config: Any) -> bool:
         return False
     data = config.open_data("train")
     return len(data.starts) < 2 and not data.has_separator
-
-
-def _first_outer_step(config: Any) -> int:
-    """The step after which outer replicas make the first outer step."""
-    apart = config.outer_every // config.fragments
-    return config.outer_warmup + apart + config.outer_delay
 
 
 TRAIN = (
@@ -111,7 +102,8 @@ TRAIN = (
     ),
     Idle(("layout", "cp_strategy"), lambda c: c.cp == 1, "cp is 1"),
     Idle(
-        ("outer_every",), lambda c: _first_outer_step(c) > c.steps,
+        ("outer_every",),
+        lambda c: c.outer_warmup + c.outer_every // c.fragments + c.outer_delay > c.steps,
         "the run ends after {steps} steps, before the first outer step",
     ),
     # ---- the optimizer
@@ -157,11 +149,8 @@ TRAIN = (
 )  # fmt: skip
 
 
-def _proves_no_schedule(config: Any) -> bool:
-    """True for a single layout without a pipeline, unless its schedule is asynchronous."""
-    if config.pp > 1 or config.all or config.random:
-        return False
-    return not find_family(config.schedule).asynchronous
+def _proves_no_schedule(c: Any) -> bool:
+    return not (c.pp > 1 or c.all or c.random or find_family(c.schedule).asynchronous)
 
 
 PROVE = (Idle(("schedule",), _proves_no_schedule, "pp is 1"),)
@@ -206,17 +195,13 @@ def refuse_idle(rows: tuple[Idle, ...], config: Any) -> None:
 
 def _found(rows: tuple[Idle, ...], config: Any) -> Iterator[tuple[str, Idle]]:
     """Pairs (option, row) for every option that is not the default and every row that applies."""
-    now, usual = options_of(config), options_of(_defaults(config))
+    needed = [f.name for f in fields(config) if f.default is f.default_factory is MISSING]
+    defaults = type(config)(**{name: getattr(config, name) for name in needed})
+    now, usual = options_of(config), options_of(defaults)
     for row in rows:
         given = [name for name in row.options if now[name] != usual[name]]
         if given and row.when(config):
             yield from ((name, row) for name in given)
-
-
-def _defaults(config: Any) -> Any:
-    """`config` with every option at its default, except required ones."""
-    needed = [f.name for f in fields(config) if f.default is f.default_factory is MISSING]
-    return type(config)(**{name: getattr(config, name) for name in needed})
 
 
 def _line(row: Idle, name: str, config: Any) -> str:

@@ -81,9 +81,8 @@ class _Notes(Observer):
     def _leave(self, name: str, module: nn.Module, inputs: Any, out: Any) -> None:
         found = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         self.notes.append(_Note("", _bad(found), name, given=self._given.pop()))
-        out = found[0] if found else None
-        self._left = [*self._left, name] if out is self._out else [name]
-        self._out = out
+        before, self._out = self._out, next(iter(found), None)
+        self._left = [*self._left, name] if self._out is before else [name]
         for x in found:
             if x.requires_grad:
                 x.register_hook(partial(self._gradient, name))

@@ -263,12 +263,8 @@ class TrainConfig(
 
     @property
     def outer_rule(self) -> OuterRule | None:
-        """The outer optimizer, or None.
-
-        Raises:
-            ValueError: outer replicas or an option of the outer optimizer are set without
-                `outer_every`, or an option is invalid.
-        """
+        """The outer optimizer, or None. Raises ValueError if outer replicas or an option of the
+        outer optimizer are set without `outer_every`, or an option is invalid."""
         from warpweave.parallel.data.outer import OuterRule
 
         names = ("lr", "momentum", "delay", "mix", "warmup")
@@ -288,11 +284,8 @@ class TrainConfig(
 
     @property
     def server_plan(self) -> ServerPlan | None:
-        """The plan shared by servers and workers; None without servers.
-
-        Raises:
-            ValueError: an option is set that servers do not support.
-        """
+        """The plan shared by servers and workers; None without servers. Raises ValueError for an
+        option that servers do not support."""
         if not self.server:
             if self.staleness != 0 or self.compensation:
                 raise ValueError(
@@ -323,15 +316,10 @@ class TrainConfig(
         if self.optimizer == "muon":
             raise ValueError("--server needs an elementwise optimizer, got muon; use adamw")
         return ServerPlan(
-            self.server,
-            None if self.staleness == "unbounded" else self.staleness,
-            joint=self.staleness == 0,
-            compensation=self.compensation,
-            clip=self.clip or None,
-            timeout=self.timeout,
-            save_every=self.save_every,
-            save_minutes=self.save_minutes,
-        )
+            self.server, None if self.staleness == "unbounded" else self.staleness,
+            joint=self.staleness == 0, compensation=self.compensation, clip=self.clip or None,
+            timeout=self.timeout, save_every=self.save_every, save_minutes=self.save_minutes,
+        )  # fmt: skip
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -391,15 +379,11 @@ class TrainConfig(
         return self.overrides.seq_len or self.base.seq_len
 
     def for_ranks(self, ranks: int) -> TrainConfig:
-        """This configuration with `dp` filled in for `ranks` ranks.
-
-        Raises:
-            ValueError: the mesh has a different number of ranks.
-        """
+        """This configuration with `dp` filled in for `ranks` ranks. Raises ValueError if the mesh
+        has a different number of ranks."""
         dp = self.dp
         if dp is None:
-            others = dataclasses.replace(self, dp=1, dp_shard=None).mesh.world
-            dp = max(1, ranks // others)
+            dp = max(1, ranks // dataclasses.replace(self, dp=1, dp_shard=None).mesh.world)
         filled = dataclasses.replace(self, dp=dp)
         if (found := filled.mesh.world) != ranks:
             named = (*["outer"] * (self.outer > 1), "dp", "cp", "tp", "pp")

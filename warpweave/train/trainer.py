@@ -61,10 +61,8 @@ class Begun(NamedTuple):
 class Trainer:
     """The training loop on one rank; collective over the session's ranks.
 
-    Args:
-        config: the run's options.
-        session: this rank's connection, with `config`'s mesh or its remaining replicas.
-        interrupt: tells this rank to stop; None for never.
+    `session` is this rank's connection, with `config`'s mesh or its remaining replicas. `interrupt`
+    tells this rank to stop; None for never.
     """
 
     updates = True  # a launched step includes its update
@@ -74,7 +72,7 @@ class Trainer:
     ) -> None:
         config = config.on(session.device.type)
         self.config, self.session = config, session
-        self.interrupt = interrupt if interrupt is not None else Interrupt()
+        self.interrupt = interrupt or Interrupt()
         tiles.load(config.tiles)
         limit = timedelta(seconds=session.timeout)
         self.mesh = session.mesh.connect(session.device.type, timeout=limit)
@@ -85,19 +83,11 @@ class Trainer:
             free, total = torch.cuda.mem_get_info(session.device)
             check_fits(config, self.model, "cuda", free=free, total=total, ranks=1)
         self.engine = Engine(
-            self.model,
-            self.mesh,
-            config.plan,
-            micro_batch_size=config.batch,
-            dtype=NAMED_DTYPES[str(config.dtype)],
-            device=session.device,
-            seed=config.seed,
-            rule=config.rule,
-            clip=config.clip or None,
-            outer=config.outer_rule,
-            impl=config.impl,
+            self.model, self.mesh, config.plan, micro_batch_size=config.batch,
+            dtype=NAMED_DTYPES[str(config.dtype)], device=session.device, seed=config.seed,
+            rule=config.rule, clip=config.clip or None, outer=config.outer_rule, impl=config.impl,
             timeout=config.timeout,
-        )
+        )  # fmt: skip
         self.agreement = Agreement(config, session, self.engine)
         self.step, self.progress, self.stopped = 0, Progress(), False
         # True if a step is launched before the previous result is read.
@@ -129,18 +119,16 @@ class Trainer:
         """A one-line description of the run: ranks, mesh, plan, and model size."""
         c, m, plan = self.config, self.config.mesh, self.config.plan
         count = sum(p.numel() for p in GPT(self.model, device="meta").parameters())
-        source = c.init_from and (find_step(c.init_from) or c.init_from)
         ranks = "1 rank" if m.world == 1 else f"{m.world} ranks"
+        outer = f"outer={m.outer} " * (m.outer > 1)
+        shard = f"dp_shard={m.dp_shard} " * (m.dp_shard is not None)
+        source = c.init_from and not c.resume and (find_step(c.init_from) or c.init_from)
         return (
-            f"{ranks} ({self.session.where}), "
-            + (f"outer={m.outer} " if m.outer > 1 else "")
-            + f"dp={m.dp} "
-            + (f"dp_shard={m.dp_shard} " if m.dp_shard is not None else "")
-            + f"tp={m.tp} cp={m.cp} pp={m.pp}, "
-            f"ZeRO {plan.zero}, {plan.schedule} with {plan.microbatches} micro-batches of "
-            f"{c.batch}; "
-            f"{count:,} parameters in {c.dtype}, {self.tokens_per_step:,} tokens per step"
-            + (f"; starts from {source}" if source and not c.resume else "")
+            f"{ranks} ({self.session.where}), {outer}dp={m.dp} {shard}tp={m.tp} cp={m.cp} "
+            f"pp={m.pp}, ZeRO {plan.zero}, {plan.schedule} with {plan.microbatches} micro-batches "
+            f"of {c.batch}; {count:,} parameters in {c.dtype}, {self.tokens_per_step:,} tokens per "
+            "step"
+            + (f"; starts from {source}" if source else "")
             + (f"; resumed at step {self.step}" if c.resume else "")
         )
 
@@ -186,8 +174,8 @@ class Trainer:
     @property
     def over(self) -> bool:
         """True if all steps are done or the validation loss has stopped falling (`early_stop`)."""
-        c = self.config
-        return self.step >= c.steps or self.progress.stops_early(c.early_stop)
+        early = self.progress.stops_early(self.config.early_stop)
+        return early or self.step >= self.config.steps
 
     @property
     def _due(self) -> bool:
@@ -236,10 +224,10 @@ class Trainer:
         self._commit(now)
         self.step += 1
         self.progress.tokens += self.tokens_per_step
-        stale: Any = {"staleness": [*self.engine.staleness]}
         row = {"step": self.step, "loss": loss, "grad_norm": None if overflow else norm,
-               "lr": now.lr, "tokens": self.progress.tokens,
-               **(stale if self.engine.passes.asynchronous else {})}  # fmt: skip
+               "lr": now.lr, "tokens": self.progress.tokens}  # fmt: skip
+        if self.engine.passes.asynchronous:
+            row["staleness"] = [*self.engine.staleness]
         began = max(now.began, self._read)
         self._made(row, began)
         row |= self.agreement.after_step(self.step)
@@ -281,8 +269,7 @@ class Trainer:
         return Begun(result, lr, began)
 
     def _wishes(self) -> float:
-        """The `interrupted` of `Engine.begin`: 1 to stop, plus 0.5 on rank 0 if save_minutes are
-        over."""
+        """The `interrupted` of `Engine.begin`: 1 to stop, plus 0.5 on rank 0 after save_minutes."""
         stops = self.interrupt.number is not None or self.saver.failed
         due = 0 < 60 * self.config.save_minutes <= time.monotonic() - self._saved
         return stops + 0.5 * (due and self.session.rank == 0 and not self.saver.busy)
@@ -397,11 +384,10 @@ class Trainer:
     def _result(self, val_loss: float | None, rate: float) -> dict[str, Any]:
         """Sample, plot, and print. Return the fields of the last output line."""
         self.peak_memory = peak_memory(self.session.device, self.mesh)
-        text = None
-        if not self.stopped and self.config.sample:
+        text, plot, c = None, None, self.config
+        if not self.stopped and c.sample:
             self.session.beat(self.step, "sampling")
             text = self._sample_text()
-        plot, c = None, self.config
         if self.metrics is not None:
             if self.stopped:
                 say(saved_line(self.step))

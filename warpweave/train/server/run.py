@@ -39,11 +39,8 @@ _FAILED = (LostError, TimeoutError, FloatingPointError, dist.DistError)
 
 def run(config: TrainConfig, processes: Processes | None = None) -> None:
     """Start the servers and workers, in `processes` if they are prepared, and supervise them until
-    the run ends (`supervise` says how it exits).
-
-    Raises:
-        ValueError: the options cannot work; raised before anything is started.
-    """
+    the run ends (`supervise` says how it exits). Raises ValueError before anything is started if
+    the options cannot work."""
     device = _device(config)
     served = ServedModel(config, device)
     spread(served.records, config.server)
