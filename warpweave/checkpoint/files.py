@@ -19,7 +19,7 @@ import torch.distributed as dist
 from warpweave.cli.messages import one_line
 from warpweave.parallel.exchange import exchange
 
-_CHUNK = 16 << 20  # bytes written at a time
+CHUNK = 16 << 20  # bytes written at a time
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -72,7 +72,7 @@ def write(path: Path, *parts: bytes | memoryview) -> str:
             for part in parts:
                 view = memoryview(part)
                 while view:
-                    written = os.write(file, view[:_CHUNK])
+                    written = os.write(file, view[:CHUNK])
                     digest.update(view[:written])
                     view, done = view[written:], done + written
             os.fsync(file)

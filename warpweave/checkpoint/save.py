@@ -18,18 +18,11 @@ from warpweave.parallel.exchange import exchange
 
 
 def save_checkpoint(
-    folder: str | Path,
-    step: int,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    *,
-    config: Mapping[str, Any],
-    state: Mapping[str, Any],
-    mesh: Mapping[str, Any] | None = None,
-    group: dist.ProcessGroup | None = None,
-    shard_bytes: int = 1 << 30,
-    keep: int = 3,
+    folder: str | Path, step: int, tensors: Iterable[tuple[str, torch.Tensor]], *,
+    config: Mapping[str, Any], state: Mapping[str, Any], mesh: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None, shard_bytes: int = 1 << 30, keep: int = 3,
     spare: int | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write ``folder/step_<step>`` and return its path; every rank of `group` calls it.
 
     `tensors` yields (name, whole logical CPU tensor) for the names that this rank writes; each name
@@ -95,14 +88,11 @@ def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
         if "error" in report:
             raise CheckpointError(f"rank {rank}: {report['error']}")
     writers: dict[str, int] = {}
-    for rank, report in enumerate(reports):
-        for name in report["tensors"]:
-            if name in writers:
-                raise CheckpointError(
-                    f"tensor {name!r} must be saved by one rank only, got ranks {writers[name]} "
-                    f"and {rank}"
-                )
-            writers[name] = rank
+    for rank, name in ((rank, name) for rank, r in enumerate(reports) for name in r["tensors"]):
+        if (other := writers.setdefault(name, rank)) != rank:
+            raise CheckpointError(
+                f"tensor {name!r} must be saved by one rank only, got ranks {other} and {rank}"
+            )
 
 
 def _write_shards(

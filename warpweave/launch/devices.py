@@ -153,11 +153,7 @@ def connect(device: torch.device, store: dist.Store, rank: int, world: int, time
     NCCL uses at most the thread blocks that kernels leave free for it (`leaving`)."""
     nccl, limit = device.type == "cuda", timedelta(seconds=timeout)
     dist.init_process_group(
-        "nccl" if nccl else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=limit,
+        BACKENDS[device.type], store=store, rank=rank, world_size=world, timeout=limit,
         device_id=device if nccl else None,
         pg_options=nccl_options(CTAS, limit) if nccl else None,
-    )
+    )  # fmt: skip

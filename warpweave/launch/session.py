@@ -195,11 +195,7 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def join(
-    mesh: Mesh,
-    *,
-    timeout: float = 300.0,
-    backend: str | None = None,
-    port: int | None = None,
+    mesh: Mesh, *, timeout: float = 300.0, backend: str | None = None, port: int | None = None
 ) -> Session:
     """Connect this process to the other ranks, by the launcher's environment variables.
 

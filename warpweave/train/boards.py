@@ -56,14 +56,11 @@ class WeightsAndBiases:
         mark = folder / WANDB / "run-id"
         known = mark.read_text().strip() if mark.exists() else None
         try:
+            values = {k: str(v) if isinstance(v, Path) else v for k, v in options.items()}
             self._run = wandb.init(
-                project=project,
-                dir=str(folder),
-                id=known,
-                resume="allow" if known else None,
-                config={k: str(v) if isinstance(v, Path) else v for k, v in options.items()},
-                allow_val_change=True,
-            )
+                project=project, dir=str(folder), id=known, resume="allow" if known else None,
+                config=values, allow_val_change=True,
+            )  # fmt: skip
         except wandb.Error as error:
             raise ValueError(f"--wandb {project}: {one_line(error)}") from None
         mark.parent.mkdir(exist_ok=True)

@@ -343,16 +343,14 @@ class Trainer:
         self._timely, self._saved = False, time.monotonic()
         if self.metrics is not None:
             self.metrics.flush()
+        c = self.config
         self.saver.save(
-            self.config.out / CHECKPOINTS,
-            self.step,
-            saved_tensors(self.engine),
+            c.out / CHECKPOINTS, self.step, saved_tensors(self.engine),
             config=dataclasses.asdict(self.model),
             state=state | {"optimizer": optimizers[0], "optimizers": optimizers},
-            mesh=dataclasses.asdict(self.session.mesh) | {"zero": self.config.plan.zero},
-            keep=self.config.keep,
-            spare=self.progress.best_step if self.config.early_stop else None,
-        )
+            mesh=dataclasses.asdict(self.session.mesh) | {"zero": c.plan.zero},
+            keep=c.keep, spare=self.progress.best_step if c.early_stop else None,
+        )  # fmt: skip
 
     def _resume(self) -> bool:
         """Restore the newest checkpoint if requested. Return True if there was one."""
