@@ -69,12 +69,11 @@ def rank_at_fault(
 
 def _after_abort(aborted: list[int], mesh: Mesh, store: dist.Store, dumps: dict[int, Path]) -> str:
     """The evidence about each rank if the first one to end was aborted."""
+    who = f"ranks {', '.join(map(str, sorted(aborted)))} were"
     if len(aborted) == mesh.world:
         who = "all ranks were"
     elif len(aborted) == 1:
         who = f"{mesh.describe(aborted[0])} was"
-    else:
-        who = f"ranks {', '.join(map(str, sorted(aborted)))} were"
     said = [f"{who} killed by SIGABRT, probably from NCCL's watchdog (see its messages above)"]
     words = behind({rank: path.read_bytes() for rank, path in dumps.items()})
     said += [f"{mesh.describe(rank)} {what}" for rank, what in sorted(words.items())]

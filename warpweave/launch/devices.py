@@ -42,10 +42,9 @@ def choose_backend(local_world: int, asked: str | None = None, *, launched: bool
         return asked
     gpus, instead = gpu_count(), "or pass --device cpu"
     if not gpus:
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         if asked == "nccl":
             raise ValueError(f"torch {torch.__version__} sees no GPU")
-        if DRIVER.exists() and not hidden:
+        if DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
             raise ValueError(
                 f"this machine has NVIDIA's driver, but torch {torch.__version__} sees no GPU; "
                 f"install a torch build for its CUDA version, {instead}"
@@ -90,16 +89,14 @@ def take_device(asked: str | None, *, launched: bool) -> tuple[str, torch.device
     the other ranks (`disagreement`).
 
     `asked`, `launched`, and errors are those of `choose_backend`."""
-    world, local_world, local_rank = (
-        int(os.environ.get(name, default))
-        for name, default in (("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-    )
+    world, local_world = (int(os.environ.get(n, "1")) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     backend = choose_backend(local_world, asked, launched=launched)
     if backend == "gloo":
         return backend, torch.device("cpu"), {"name": "cpu"}
     if world > 1:
         prepare_nccl()
-    device = torch.device("cuda", 0 if gpu_count() == 1 else local_rank)
+    number = 0 if gpu_count() == 1 else int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", number)
     try:
         torch.cuda.set_device(device)
         torch.cuda.mem_get_info(device)  # fails first if other processes fill or own the GPU

@@ -32,7 +32,6 @@ from warpweave.kernels.runtime.tile_table import read_table
 from warpweave.model.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.parallel.mesh import Mesh
 from warpweave.train import idle_options
-from warpweave.train.lr_schedule import LRSchedule
 from warpweave.train.option_kinds import RESUME, overrides_of
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ class OptimizerOptions:
     """Training steps (optimizer steps) in the whole run."""
     lr: float = 1e-3
     """Peak learning rate."""
-    lr_schedule: LRSchedule = "cosine"
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Learning-rate schedule after the warm-up: half a cosine, linear, constant, or linear decay in
     the last steps only (wsd: warm-up, stable, decay)."""
     min_lr: float = 0.1

@@ -29,21 +29,13 @@ from warpweave.parallel.collectives import Pending
 from warpweave.parallel.exchange import exchange
 from warpweave.plan.fits import check_memory
 from warpweave.plan.memory import TrainingStep
+from warpweave.train import resume
 from warpweave.train.batches import Batches
 from warpweave.train.checks import Agreement, TrainingStopped
 from warpweave.train.lr_schedule import learning_rate
 from warpweave.train.metrics import Metrics, peak_memory
 from warpweave.train.not_finite import first_seen
 from warpweave.train.options import CHECKPOINTS, TrainConfig
-from warpweave.train.resume import (
-    Progress,
-    check_run,
-    differences,
-    open_run,
-    progress_of,
-    saved_line,
-    state_of,
-)
 from warpweave.train.state import restore_tensors, saved_tensors
 from warpweave.train.timeline import Marks, write_measured
 
@@ -89,7 +81,7 @@ class Trainer:
             timeout=config.timeout,
         )  # fmt: skip
         self.agreement = Agreement(config, session, self.engine)
-        self.step, self.progress, self.stopped = 0, Progress(), False
+        self.step, self.progress, self.stopped = 0, resume.Progress(), False
         # True if a step is launched before the previous result is read.
         self.ahead = session.device.type != "cpu" or self.engine.passes.asynchronous
         self._begun: Begun | None = None
@@ -335,7 +327,7 @@ class Trainer:
         Collective."""
         self.session.beat(self.step, "saving")
         optimizers = exchange(self.engine.optimizer.state(), self.mesh.group("outer"))
-        state = state_of(
+        state = resume.state_of(
             self.config, self.batches.train, self.progress,
             step=self.step, sequences_per_step=self.sequences_per_step,
             validation=self.batches.validation,
@@ -355,19 +347,19 @@ class Trainer:
     def _resume(self) -> bool:
         """Restore the newest checkpoint if requested. Return True if there was one."""
         folder, group = self.config.out / CHECKPOINTS, self.mesh.group("world")
-        reader = open_run(folder, self.model, group, self.config.resume)
+        reader = resume.open_run(folder, self.model, group, self.config.resume)
         if reader is None:
             return False
-        check_run(reader, self.config, self.batches.train)
+        resume.check_run(reader, self.config, self.batches.train)
         versions = reader.state.get("asynchronous") is not None
         restore_tensors(self.engine, reader, versions=versions)
         of_replicas = reader.state.get("optimizers") or [reader.state["optimizer"]]
         self.engine.optimizer.load_state(of_replicas[self.mesh.index("outer")])
         self.step = reader.step
-        self.progress = progress_of(reader, self.model.seq_len)
+        self.progress = resume.progress_of(reader, self.model.seq_len)
         self.saver.path = reader.path
         if self.session.rank == 0:
-            differing = differences(
+            differing = resume.differences(
                 reader, self.config, self.sequences_per_step, self.batches.validation
             )
             if differing:
@@ -388,7 +380,7 @@ class Trainer:
             text = self._sample_text()
         if self.metrics is not None:
             if self.stopped:
-                say(saved_line(self.step))
+                say(resume.saved_line(self.step))
             plot = self.metrics.plot()
             self.metrics.close()
             if text is not None:

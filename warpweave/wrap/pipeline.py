@@ -163,12 +163,11 @@ class Pipeline(Sharded):
                 records = collect_records(child, prefix=path)
                 for full, p in child.named_parameters(prefix=path):
                     named.setdefault(p, records[full])
-            ends = (stage, number) == (stages - 1, len(blocks) - 1)
-            path = ".".join(filter(None, (str(stage), block[0][0])))
-            children = [child for _, child in block]
-            if stage + number == 0 and not any(p.requires_grad for p in named):
+            first, last = stage + number == 0, (stage, number) == (stages - 1, len(blocks) - 1)
+            if first and not any(p.requires_grad for p in named):
                 raise ValueError("stage 0 has no parameter that requires a gradient")
-            run = partial(self._run, path, children, stage + number == 0, ends, recompute)
+            path = ".".join(filter(None, (str(stage), block[0][0])))
+            run = partial(self._run, path, [child for _, child in block], first, last, recompute)
             units = make_units(path, [(record, p) for p, record in named.items()], mesh, zero)
             segments.append(Segment(path, run, units))
         return segments
@@ -274,10 +273,10 @@ class Pipeline(Sharded):
                 f"along dim 0, divisible by microbatches = {m}"
             )
         batches = [_Batch(*pair) for pair in zip(inputs.chunk(m), targets.chunk(m), strict=True)]
-        if self._shape not in (None, batches[0].inputs.shape):
+        if self._shape not in (None, found := batches[0].inputs.shape):
             raise ValueError(
                 f"expected micro-batches of shape {tuple(self._shape)}, as in the first step, got "
-                f"{tuple(batches[0].inputs.shape)}"
+                f"{tuple(found)}"
             )
         return batches
 

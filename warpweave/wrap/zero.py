@@ -390,12 +390,8 @@ def _shared(model: nn.Module, blocks: list[nn.Module]) -> set[nn.Parameter]:
     """Return the parameters that several blocks, or a block and the rest of the model, hold."""
     users = Counter(p for block in blocks for p in block.parameters())
     inside = {module for block in blocks for module in block.modules()}
-    outside = {
-        p
-        for module in model.modules()
-        if module not in inside
-        for p in module.parameters(recurse=False)
-    }
+    others = (module for module in model.modules() if module not in inside)
+    outside = {p for module in others for p in module.parameters(recurse=False)}
     return {p for p, count in users.items() if count > 1 or p in outside}
 
 

@@ -68,10 +68,8 @@ class Keeper:
         self.config, self.store, self.processes = config, keep_store(), processes
         width = replica_width(config)
         self.seats = [Seat(config.mesh, width, r) for r in range(config.mesh.world)]
-        self.replicas = [
-            _Replica([s.rank for s in self.seats if s.replica == number])
-            for number in range(config.mesh.dp // width)
-        ]
+        ranks = range(config.mesh.dp // width)
+        self.replicas = [_Replica([s.rank for s in self.seats if s.replica == n]) for n in ranks]
         self.current = Generation(0, 0, {})
         self.stores = [self.store, self.store]  # of the last two generations
         self._begun = False  # a generation has trained
@@ -88,7 +86,6 @@ class Keeper:
             self._start(number)
 
     def _start(self, number: int) -> None:
-        """Start the ranks of a replica."""
         replica = self.replicas[number]
         replica.start += 1
         for rank in replica.ranks:

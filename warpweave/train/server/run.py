@@ -112,7 +112,10 @@ class Servers:
                 say(f"servers were killed {self._killed} times; giving up")
                 return 1
             self._restart()
-        self._miss_workers()
+        for number, process in list(self.workers.items()):
+            if process.exitcode:  # a worker that is done may end
+                del self.workers[number]
+                tell(self.store, "lost", worker=number)
         if not self.workers:
             say("no workers are left")
             return 1
@@ -138,13 +141,6 @@ class Servers:
         say(f"a server was killed; restarting all servers from {step or 'the beginning'}")
         start_generation(self.store)
         self._start_servers(step is not None)
-
-    def _miss_workers(self) -> None:
-        """Tell the servers about workers that failed; workers that are done may end."""
-        for number, process in list(self.workers.items()):
-            if process.exitcode:
-                del self.workers[number]
-                tell(self.store, "lost", worker=number)
 
 
 def _rank(role: str, number: int, config: TrainConfig, device: str, port: int, *more: Any) -> None:
