@@ -34,10 +34,8 @@ def open_text(
         # _sysconfigdata* is generated and holds the paths of the machine that built Python.
         generated = ("_sysconfigdata", "config-")
         found = (f for f in _walk(root, _LIBRARY_SKIPS) if f.endswith(".py"))
-        name, files = (
-            "the Python standard library",
-            [f for f in found if not f.startswith(generated)],
-        )
+        name = "the Python standard library"
+        files = [file for file in found if not file.startswith(generated)]
     elif path.is_dir():
         root, name = path, str(path)
         files = [f for f in _walk(path) if fnmatch.fnmatch(f.rsplit("/", 1)[-1], pattern)]
@@ -115,9 +113,6 @@ def _read_text(path: Path) -> bytes:
             f"{len(data)}; convert it (Latin-1: iconv -f LATIN1 -t UTF-8), or leave it out"
         ) from None
     return data
-
-
-# ---- cache of token ids --------------------------------------------------------------------------
 
 
 def _write_cache(path: Path, tokens: np.ndarray, starts: np.ndarray, vocab_size: int) -> None:

@@ -76,8 +76,7 @@ class Agreement:
         return self._comparing(self._evaluations >= 0)
 
     def _comparing(self, due: bool) -> AbstractContextManager[object]:
-        compares = self._checked is not None and (due or self._always)
-        return self._checked if self._checked is not None and compares else nullcontext()
+        return self._checked if self._checked and (due or self._always) else nullcontext()
 
     @contextmanager
     def _timed(self, began: float, marks: Marks) -> Iterator[None]:

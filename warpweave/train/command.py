@@ -42,9 +42,8 @@ def train_rank(
     if port is not None or not under_torchrun():
         interrupt.listen()
     try:
-        session = join(
-            config.mesh, timeout=config.timeout, backend=BACKENDS.get(config.device), port=port
-        )
+        backend = BACKENDS.get(config.device)
+        session = join(config.mesh, timeout=config.timeout, backend=backend, port=port)
     except dist.DistError as error:
         say(f"rank {os.environ.get('RANK', '0')} could not connect to the other ranks: {error}")
         sys.exit(1)

@@ -196,9 +196,8 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
         )
     outer = _outer_settings(config)
     if (before := reader.state.get("outer")) != outer:
-        had, has = (
-            f"the outer settings {x}" if x else "no outer optimizer" for x in (before, outer)
-        )
+        none = "no outer optimizer"
+        had, has = (f"the outer settings {x}" if x else none for x in (before, outer))
         raise CheckpointError(f"{reader.path} was trained with {had}, but this run has {has}")
     held, wanted = reader.state.get("asynchronous"), _asynchronous_schedule(config)
     if held not in (None, wanted):
@@ -245,9 +244,8 @@ def differences(
         now["validation data"], before["validation data"] = (p[-12:] for p in prints)
     now["fingerprint"] = "whole file"
     before["fingerprint"] = "ends of the file" if _of_ends(reader.state["data"]) else "whole file"
-    return "; ".join(
-        f"{k}: saved {before.get(k)}, now {v}" for k, v in now.items() if before.get(k) != v
-    )
+    differ = {name: value for name, value in now.items() if before.get(name) != value}
+    return "; ".join(f"{k}: saved {before.get(k)}, now {v}" for k, v in differ.items())
 
 
 def progress_of(reader: CheckpointReader, seq_len: int) -> Progress:

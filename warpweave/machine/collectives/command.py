@@ -54,10 +54,9 @@ def collectives_rank(config: CollectivesConfig, port: int | None = None) -> list
                         _check(name, x, config.ranks)
                     else:
                         found[name].append(seconds)
-            medians = {name: statistics.median(times) for name, times in found.items()}
-            rows += [
-                {"algorithm": name, "elements": n, "seconds": s} for name, s in medians.items()
-            ]
+            for name, times in found.items():
+                seconds = statistics.median(times)
+                rows.append({"algorithm": name, "elements": n, "seconds": seconds})
         session.close()
     return rows
 

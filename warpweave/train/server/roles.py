@@ -95,7 +95,8 @@ class ServedModel:
     def restore(self, shard: Shard, reader: CheckpointReader) -> None:
         """Load a server's shard from a checkpoint."""
         for prefix in ("", *(f"{name}/" for name in self.rule.moments)):
-            shard.load(prefix, lambda record, prefix=prefix: reader.mapped(prefix + record.name))
+            # The function is called at once, so it reads this round's prefix.
+            shard.load(prefix, lambda record: reader.mapped(prefix + record.name))  # noqa: B023
         shard.count.fill_(reader.step)
 
     def gradient(self, gpt: GPT, number: int) -> Compute:
@@ -146,7 +147,7 @@ class RunNotes(Notes):
         self._last = time.perf_counter()
 
     def update(self, version: int, lr: float, norm: float, terms: Sequence[Term]) -> None:
-        log = {"version": version, "lr": lr, "norm": norm}
+        log: dict[str, Any] = {"version": version, "lr": lr, "norm": norm}
         log["terms"] = [dataclasses.asdict(t) for t in terms]
         with self.path.open("a") as file:
             file.write(json.dumps(log) + "\n")

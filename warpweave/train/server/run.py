@@ -91,9 +91,8 @@ class Servers:
 
     def _start_servers(self, resume: bool) -> None:
         workers = list(self.workers) or list(range(self.config.mesh.dp))
-        self.servers = [
-            self._start("server", k, workers, resume) for k in range(self.config.server)
-        ]
+        numbers = range(self.config.server)
+        self.servers = [self._start("server", k, workers, resume) for k in numbers]
 
     def watch(self, stop: int | None) -> int | None:
         """Handle what has happened since the last call. Return the exit code when server 0 is done,
