@@ -79,10 +79,8 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [s for s in subfolders if not s.startswith(".") and s not in skip]
-        for name in names:
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
-                found.append(path.relative_to(root).as_posix())
+        paths = [Path(folder, name) for name in names if not name.startswith(".")]
+        found += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
     return sorted(found)
 
 

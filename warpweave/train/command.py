@@ -23,7 +23,7 @@ from warpweave.launch.processes import Processes, leave, no_cache, under_torchru
 from warpweave.launch.ranks import launch
 from warpweave.launch.session import join, reported
 from warpweave.plan.fits import free_host_memory
-from warpweave.train.idle_options import TRAIN, idle_lines
+from warpweave.train import idle_options
 from warpweave.train.lr_schedule import short_of_peak
 from warpweave.train.metrics import locked
 from warpweave.train.options import TrainConfig, parse
@@ -68,7 +68,7 @@ def train_rank(
 
 def _say_of_options(config: TrainConfig, device: Literal["cpu", "cuda"]) -> None:
     """Print which options have no effect in this run on `device`."""
-    idle = idle_lines(TRAIN, dataclasses.replace(config, device=device))
+    idle = idle_options.idle_lines(idle_options.TRAIN, dataclasses.replace(config, device=device))
     for line in filter(None, [short_of_peak(config), *idle]):
         say(line)
 

@@ -43,8 +43,8 @@ def run(config: TrainConfig, processes: Processes | None = None) -> None:
 
 
 class _Replica:
-    """The processes of a replica: `ranks` in the whole run, and how often they were started before,
-    -1 before the first start."""
+    """The processes of a replica, whose `ranks` are those in the whole run. It was started `start`
+    times before; -1 before the first start."""
 
     def __init__(self, ranks: list[int]) -> None:
         self.ranks, self.start = ranks, -1

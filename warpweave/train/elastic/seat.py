@@ -44,8 +44,8 @@ def replica_width(config: TrainConfig) -> int:
 
 @dataclass(frozen=True)
 class Seat:
-    """A rank's place in the run: the mesh with all replicas, the number of data ranks in a replica,
-    and the rank in `mesh`."""
+    """A rank's place in the run: the `mesh` with all replicas, the `width` of a replica in data
+    ranks, and the `rank` in the mesh."""
 
     mesh: Mesh
     width: int

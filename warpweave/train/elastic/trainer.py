@@ -42,9 +42,11 @@ class StateLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class Carried:
-    """The state of a rank between two generations: the number of updates made (None for a new rank,
-    which holds no state), counters, progress, and the last row of metrics as JSON, and the input of
-    `recover`."""
+    """The state of a rank between two generations.
+
+    `step` is the number of updates made, None for a new rank, which holds no state. `about` has
+    counters, progress, and the last row of metrics, as JSON. `state` is the input of `recover`.
+    """
 
     step: int | None = None
     about: Any = None
@@ -52,7 +54,7 @@ class Carried:
 
 
 def source_of(steps: list[int | None], mesh: Mesh, width: int) -> int:
-    """The lowest replica whose ranks all hold the newest step; else `StateLostError`."""
+    """The lowest replica whose ranks all hold the newest step; `StateLostError` if none does."""
     newest = max((step for step in steps if step is not None), default=None)
     behind = {mesh.index("dp", r) // width for r, step in enumerate(steps) if step != newest}
     for replica in range(mesh.dp // width):
