@@ -53,10 +53,10 @@ ROOMS = {
         ("command",),
     ),
     "warpweave.train": (
-        ("boards", "lr_schedule", "option_kinds", "replicas", "state", "timeline"),
+        ("boards", "option_kinds", "replicas", "state", "timeline"),
         ("export_options", "idle_options", "sample_options"),
         ("options",),
-        ("batches", "metrics", "resume"),
+        ("batches", "lr_schedule", "metrics", "resume"),
         ("checks", "chosen", "not_finite", "server"),
         ("export", "sample", "trainer"),
         ("elastic",),

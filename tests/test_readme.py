@@ -19,7 +19,7 @@ from warpweave.cli.command_line import read_command_line
 from warpweave.cli.toml import read_options
 from warpweave.data import open_dataset
 from warpweave.machine.doctor.options import DoctorConfig
-from warpweave.machine.tune import TuneConfig
+from warpweave.machine.tune.options import TuneConfig
 from warpweave.model.gpt import GPT, PRESETS, GPTConfig
 from warpweave.parallel.schedule import FAMILIES, to_csv
 from warpweave.plan.memory import TrainingStep, estimate

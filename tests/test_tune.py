@@ -19,12 +19,13 @@ import triton
 from warpweave.kernels.devices import TARGETS
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import AttentionTile, TileRow, write_table
-from warpweave.machine.tune import Bench, TuneConfig, aot, command, search, tune, tune_here
+from warpweave.machine.tune import aot, command, search
 from warpweave.machine.tune.aot import Compiled
 from warpweave.machine.tune.calls import Problem, problems
 from warpweave.machine.tune.candidates import candidates, resident
-from warpweave.machine.tune.options import parse
-from warpweave.machine.tune.search import add_rows, difference
+from warpweave.machine.tune.command import tune_here
+from warpweave.machine.tune.options import TuneConfig, parse
+from warpweave.machine.tune.search import Bench, add_rows, difference, tune
 
 FWD = Problem("attention_fwd", "bf16", 64)
 SHIPPED = AttentionTile(128, 64, 4, 3)  # for FWD on sm_90

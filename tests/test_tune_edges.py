@@ -22,9 +22,10 @@ from warpweave.kernels.norm import function as norm
 from warpweave.kernels.runtime import dispatch, tiles
 from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
 from warpweave.kernels.runtime.tile_table import KINDS, GemmTile
-from warpweave.machine.tune import TuneConfig, aot, calls, command, search
+from warpweave.machine.tune import aot, calls, command, search
 from warpweave.machine.tune.calls import Problem, other_calls, problems, timed_call
 from warpweave.machine.tune.candidates import candidates
+from warpweave.machine.tune.options import TuneConfig
 from warpweave.machine.tune.search import SearchReport, difference
 
 TILES = [SHIPPED, *candidates(FWD, TARGETS["sm_90"], 2)[1:7]]

@@ -44,13 +44,6 @@ from warpweave.checkpoint.save import save_checkpoint
 from warpweave.checkpoint.steps import latest
 
 __all__ = [
-    "BackgroundSaver",
-    "CheckpointError",
-    "CheckpointReader",
-    "CheckpointWarning",
-    "config_digest",
-    "latest",
-    "open_checkpoint",
-    "open_latest",
-    "save_checkpoint",
-]
+    "BackgroundSaver", "CheckpointError", "CheckpointReader", "CheckpointWarning", "config_digest",
+    "latest", "open_checkpoint", "open_latest", "save_checkpoint",
+]  # fmt: skip

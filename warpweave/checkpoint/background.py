@@ -72,12 +72,9 @@ class BackgroundSaver:
         return isinstance(self._result, BaseException)
 
     def save(
-        self,
-        folder: str | Path,
-        step: int,
-        tensors: Iterable[tuple[str, torch.Tensor]],
+        self, folder: str | Path, step: int, tensors: Iterable[tuple[str, torch.Tensor]],
         **options: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Start to save a step, after the previous save is complete.
 
         Arguments are those of `save_checkpoint`, but `tensors` may be on any device, and you may
@@ -129,7 +126,6 @@ class BackgroundSaver:
     def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         held = self._host.get(name)
         if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
-            self._host[name] = torch.empty(
-                tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
-            )
-        return self._host[name].copy_(tensor, non_blocking=True)
+            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._host[name] = held
+        return held.copy_(tensor, non_blocking=True)

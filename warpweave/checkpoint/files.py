@@ -19,7 +19,7 @@ import torch.distributed as dist
 from warpweave.cli.messages import one_line
 from warpweave.parallel.exchange import exchange
 
-CHUNK = 16 << 20  # bytes written or hashed at a time
+CHUNK = 16 << 20  # bytes written at a time
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -55,9 +55,6 @@ def agree_on_all(own: dict[str, Any], group: dist.ProcessGroup | None) -> list[d
         if "error" in result:
             raise CheckpointError(result["error"])
     return every
-
-
-# ---- files ---------------------------------------------------------------------------------------
 
 
 def write(path: Path, *parts: bytes | memoryview) -> str:

@@ -23,19 +23,11 @@ STEP = re.compile(r"step_(\d{8,18})")
 SHARD = re.compile(r"rank\d{5,9}-\d{5,9}\.safetensors")
 # torch name, safetensors name, bytes per element
 DTYPE_CODES = {
-    "float64": ("F64", 8),
-    "float32": ("F32", 4),
-    "float16": ("F16", 2),
-    "bfloat16": ("BF16", 2),
-    "float8_e4m3fn": ("F8_E4M3", 1),
-    "float8_e5m2": ("F8_E5M2", 1),
-    "int64": ("I64", 8),
-    "int32": ("I32", 4),
-    "int16": ("I16", 2),
-    "int8": ("I8", 1),
-    "uint8": ("U8", 1),
+    "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "int64": ("I64", 8),
+    "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1), "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
-}
+}  # fmt: skip
 
 
 class FileEntry(NamedTuple):
@@ -82,13 +74,9 @@ def new_manifest(
 ) -> dict[str, Any]:
     """Return a manifest without files and tensors; raise `CheckpointError` unless it is JSON."""
     parts = {"config": config, "state": state, "mesh": {} if mesh is None else mesh}
-    return {
-        "format": FORMAT,
-        "schema": SCHEMA,
-        "step": step,
-        "config_sha256": config_digest(config),
-        **{name: json.loads(dump(part, name)) for name, part in parts.items()},
-    }
+    head = {"format": FORMAT, "schema": SCHEMA, "step": step}
+    values = {name: json.loads(dump(part, name)) for name, part in parts.items()}
+    return head | {"config_sha256": config_digest(config)} | values
 
 
 def write_manifest(
@@ -188,11 +176,8 @@ def parse_manifest(data: bytes) -> Any:
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError(
-                "names in a JSON object must be unique, got "
-                f"{len(pairs) - len(result)} duplicate(s)"
-            )
+        if repeated := len(pairs) - len(result):
+            raise ValueError(f"names in a JSON object must be unique, got {repeated} duplicate(s)")
         return result
 
     def refuse(constant: str) -> NoReturn:

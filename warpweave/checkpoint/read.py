@@ -18,7 +18,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from warpweave.checkpoint.files import (
-    CHUNK,
     CheckpointError,
     CheckpointWarning,
     agree_on_all,
@@ -99,9 +98,7 @@ class CheckpointReader:
                     f"{path} changed after it was verified; open the checkpoint again"
                 )
             with safe_open(path, framework="pt") as file:
-                if index is None:
-                    return file.get_tensor(name)
-                return file.get_slice(name)[index]
+                return file.get_tensor(name) if index is None else file.get_slice(name)[index]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {name!r} from {path}: {one_line(error)}") from None
 
@@ -166,14 +163,9 @@ def open_checkpoint(
     if any(other != verdict for other in agree_on_all(verdict, group)):
         raise CheckpointError(f"{path} is not the same folder on all {world} ranks")
     return CheckpointReader(
-        path=path,
-        step=manifest.step,
-        config=manifest.config,
-        state=manifest.state,
-        mesh=manifest.mesh,
-        _tensors=manifest.tensors,
-        _stamps=stamps,
-    )
+        path, manifest.step, manifest.config, manifest.state, manifest.mesh, manifest.tensors,
+        stamps,
+    )  # fmt: skip
 
 
 def open_latest(
@@ -274,8 +266,7 @@ def _check_shard(path: Path, entry: FileEntry, expected: dict[str, TensorEntry])
             order = sorted(entries, key=lambda key: entries[key][2:])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: bad safetensors header: {one_line(error)}") from None
-        if set(entries) != set(expected):
-            names = sorted(set(entries) ^ set(expected))
+        if names := sorted(set(entries) ^ set(expected)):
             raise CheckpointError(
                 f"{path} must have exactly the tensors that the manifest lists for it, but differs "
                 f"in {names[:4]}"
@@ -296,11 +287,8 @@ def _check_shard(path: Path, entry: FileEntry, expected: dict[str, TensorEntry])
                 f"{path} has {size} bytes, but its header declares {8 + length + position}"
             )
         file.seek(0)
-        digest = hashlib.sha256()
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    if digest.hexdigest() != entry.sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != entry.sha256:
         raise CheckpointError(
-            f"{path} is damaged: its SHA-256 is {digest.hexdigest()}, "
-            f"but the manifest says {entry.sha256}"
+            f"{path} is damaged: its SHA-256 is {digest}, but the manifest says {entry.sha256}"
         )

@@ -18,18 +18,11 @@ from warpweave.parallel.exchange import exchange
 
 
 def save_checkpoint(
-    folder: str | Path,
-    step: int,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    *,
-    config: Mapping[str, Any],
-    state: Mapping[str, Any],
-    mesh: Mapping[str, Any] | None = None,
-    group: dist.ProcessGroup | None = None,
-    shard_bytes: int = 1 << 30,
-    keep: int = 3,
+    folder: str | Path, step: int, tensors: Iterable[tuple[str, torch.Tensor]], *,
+    config: Mapping[str, Any], state: Mapping[str, Any], mesh: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None, shard_bytes: int = 1 << 30, keep: int = 3,
     spare: int | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write ``folder/step_<step>`` and return its path; every rank of `group` calls it.
 
     `tensors` yields (name, whole logical CPU tensor) for the names that this rank writes; each name
@@ -95,14 +88,11 @@ def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
         if "error" in report:
             raise CheckpointError(f"rank {rank}: {report['error']}")
     writers: dict[str, int] = {}
-    for rank, report in enumerate(reports):
-        for name in report["tensors"]:
-            if name in writers:
-                raise CheckpointError(
-                    f"tensor {name!r} must be saved by one rank only, got ranks {writers[name]} "
-                    f"and {rank}"
-                )
-            writers[name] = rank
+    for rank, name in ((rank, name) for rank, r in enumerate(reports) for name in r["tensors"]):
+        if (other := writers.setdefault(name, rank)) != rank:
+            raise CheckpointError(
+                f"tensor {name!r} must be saved by one rank only, got ranks {other} and {rank}"
+            )
 
 
 def _write_shards(
@@ -110,11 +100,8 @@ def _write_shards(
 ) -> dict[str, Any]:
     """Write this rank's tensors; return {"files": ..., "tensors": ...} or {"error": the reason}."""
     shards, problem = _Shards(folder, rank, shard_bytes), {}
-    for name, tensor in tensors:
-        if problem:
-            continue  # `tensors` may run collectives with other ranks
-        problem = attempt(folder, shards.add, name, tensor)
-        if problem:
+    for name, tensor in tensors:  # to the end: it may run collectives with other ranks
+        if not problem and (problem := attempt(folder, shards.add, name, tensor)):
             shards.clear()
     return problem or attempt(folder, shards.close)
 
@@ -129,12 +116,10 @@ class _Shards:
         self.clear()
 
     def clear(self) -> None:
-        """Start a new file."""
         self.waiting: dict[str, torch.Tensor] = {}
         self.bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor; it is read only when its file is full."""
         _check_tensor(name, tensor)
         if name in self.waiting or name in self.written:
             raise CheckpointError(
@@ -158,11 +143,8 @@ class _Shards:
         digest = write(self.folder / name, *parts)
         self.files[name] = {"bytes": sum(map(len, parts)), "sha256": digest}
         for key, value in self.waiting.items():
-            self.written[key] = {
-                "file": name,
-                "shape": list(value.shape),
-                "dtype": _dtype_name(value),
-            }
+            shape = list(value.shape)
+            self.written[key] = {"file": name, "shape": shape, "dtype": _dtype_name(value)}
         self.clear()
 
     def close(self) -> dict[str, Any]:

@@ -74,16 +74,14 @@ def begin(folder: Path, name: str) -> Path:
     """Create the folder, and a new temporary folder in it; clean up after earlier crashes."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in sorted(folder.iterdir()):
-        match = _UNFINISHED.fullmatch(path.name)
-        if match is None:
-            if _POINTER.fullmatch(path.name):
-                path.unlink()
-            continue
-        whole = folder / f"step_{match[1]}"
-        if match[2] == "old" and not os.path.lexists(whole):
-            os.rename(path, whole)  # after a crash between the two renames
-        else:
-            discard(path)
+        if _POINTER.fullmatch(path.name):
+            path.unlink()
+        elif match := _UNFINISHED.fullmatch(path.name):
+            whole = folder / f"step_{match[1]}"
+            if match[2] == "old" and not os.path.lexists(whole):
+                os.rename(path, whole)  # after a crash between the two renames
+            else:
+                discard(path)
     if os.path.lexists(folder / name) and not _is_ours(folder / name):
         raise CheckpointError(
             f"cannot replace {folder / name}, which is not a folder with only checkpoint files; "

@@ -22,12 +22,9 @@ _SAID = {"True": True, "False": False}
 
 
 def read_command_line(
-    kind: type[_Record],
-    command: str,
-    description: str | None,
-    argv: Sequence[str] | None = None,
+    kind: type[_Record], command: str, description: str | None, argv: Sequence[str] | None = None,
     default: _Record | None = None,
-) -> _Record:
+) -> _Record:  # fmt: skip
     """Read the options of ``warpweave COMMAND`` as a record `kind`. Exit with 2 on a wrong one.
 
     Options that are not given have their values in `default`.
@@ -41,7 +38,10 @@ def read_command_line(
         more = {} if default is None else {"default": default}
         return tyro.cli(kind, args=spelled(kinds, words), **shown, **more)
     whole = kind() if default is None else default
-    parts = {heading: _part_of(whole, base) for heading, base in groups.items()}
+    parts = {
+        heading: base(**{item.name: getattr(whole, item.name) for item in dataclasses.fields(base)})
+        for heading, base in groups.items()
+    }
     nested: Any = TypedDict("Options", groups)  # type: ignore[misc, operator]
     form = tyro.conf.OmitArgPrefixes[nested]  # --tp, not --parallelism.tp
     found = tyro.cli(form, args=spelled(kinds, words), default=parts, **shown)
@@ -49,15 +49,10 @@ def read_command_line(
 
 
 def _headings(kind: type) -> dict[str, type]:
-    """The headings of the help, and a record of the options under each, which are the bases of a
-    `kind` without options of its own: "data" for the base ``DataOptions``."""
+    """The headings of the help, each with a base of `kind`, if that has no options of its own:
+    "data" for ``DataOptions``."""
     bases = () if inspect.get_annotations(kind) else reversed(kind.__bases__)
     return {b.__name__.removesuffix("Options").lower(): b for b in bases if b is not object}
-
-
-def _part_of(record: Any, base: type[_Record]) -> _Record:
-    """The part of `record` that is a `base` of it."""
-    return base(**{item.name: getattr(record, item.name) for item in dataclasses.fields(base)})
 
 
 def option_types(kind: type) -> dict[str, Any]:

@@ -34,14 +34,6 @@ from warpweave.data.token_file import write_token_file
 from warpweave.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 
 __all__ = [
-    "IGNORE",
-    "TOKEN_FILES",
-    "ByteTokenizer",
-    "DataError",
-    "Dataset",
-    "JsonTokenizer",
-    "Tokenizer",
-    "boundaries",
-    "open_dataset",
-    "write_token_file",
-]
+    "IGNORE", "TOKEN_FILES", "ByteTokenizer", "DataError", "Dataset", "JsonTokenizer", "Tokenizer",
+    "boundaries", "open_dataset", "write_token_file",
+]  # fmt: skip

@@ -19,9 +19,8 @@ class Split:
         if self.name not in ("train", "validation", "all"):
             raise DataError(f'split must be "train", "validation" or "all", got {self.name!r}')
         if not 0.0 < self.validation_fraction < 1.0:
-            raise DataError(
-                f"validation_fraction must lie in (0, 1), got {self.validation_fraction}"
-            )
+            fraction = self.validation_fraction
+            raise DataError(f"validation_fraction must lie in (0, 1), got {fraction}")
 
     def choose(self, files: list[str]) -> list[str]:
         """Return this split's files, in order; train and validation each get at least one."""

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,17 +24,18 @@ _LIBRARY_SKIPS = frozenset(
 
 
 def open_text(
-    path: Path | None,
-    split: Split,
-    tokenizer_path: str | Path | None,
-    pattern: str,
+    path: Path | None, split: Split, tokenizer_path: str | Path | None, pattern: str,
     cache: str | Path | None,
-) -> Corpus:
+) -> Corpus:  # fmt: skip
     """Open a file, a folder's files that match `pattern`, or (None) the standard library."""
     tokenizer = ByteTokenizer() if tokenizer_path is None else JsonTokenizer(tokenizer_path)
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        name, files = "the Python standard library", list(_library_files(root))
+        # _sysconfigdata* is generated and holds the paths of the machine that built Python.
+        generated = ("_sysconfigdata", "config-")
+        found = (f for f in _walk(root, _LIBRARY_SKIPS) if f.endswith(".py"))
+        name = "the Python standard library"
+        files = [file for file in found if not file.startswith(generated)]
     elif path.is_dir():
         root, name = path, str(path)
         files = [f for f in _walk(path) if fnmatch.fnmatch(f.rsplit("/", 1)[-1], pattern)]
@@ -69,37 +69,19 @@ def open_text(
         tokens = np.concatenate(parts)
         if cached is not None and len(tokens):
             _write_cache(cached, tokens, starts, tokenizer.vocab_size)
-    return Corpus(
-        tokens=tokens,
-        starts=starts,
-        vocab_size=tokenizer.vocab_size,
-        name=name,
-        fingerprint=fingerprint,
-        tokenizer=tokenizer,
-    )
+    return Corpus(tokens, starts, tokenizer.vocab_size, name, fingerprint, tokenizer)
 
 
-def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Return the relative paths of regular files below `root`, sorted, with "/" on every system.
-
-    Skips hidden files and folders, folders named in `skip`, and links to folders (which may form
-    loops).
+def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
+    """Return the relative paths of regular files below `root`, sorted, with "/" on every system,
+    without hidden files and folders, folders named in `skip`, and links to folders (may be loops).
     """
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [s for s in subfolders if not s.startswith(".") and s not in skip]
-        for name in names:
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
-                found.append(path.relative_to(root).as_posix())
-    return iter(sorted(found))
-
-
-def _library_files(root: Path) -> Iterator[str]:
-    for file in _walk(root, _LIBRARY_SKIPS):
-        # _sysconfigdata* is generated and holds the paths of the machine that built Python.
-        if file.endswith(".py") and not file.startswith(("_sysconfigdata", "config-")):
-            yield file
+        paths = [Path(folder, name) for name in names if not name.startswith(".")]
+        found += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
+    return sorted(found)
 
 
 def _character_start(text: bytes, index: int) -> int:
@@ -129,9 +111,6 @@ def _read_text(path: Path) -> bytes:
             f"{len(data)}; convert it (Latin-1: iconv -f LATIN1 -t UTF-8), or leave it out"
         ) from None
     return data
-
-
-# ---- cache of token ids --------------------------------------------------------------------------
 
 
 def _write_cache(path: Path, tokens: np.ndarray, starts: np.ndarray, vocab_size: int) -> None:

@@ -52,10 +52,8 @@ def write_token_file(path: str | Path, tokens: np.ndarray, *, vocab_size: int) -
             "with np.asarray(tokens)"
         )
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui" or not len(tokens):
-        raise DataError(
-            "tokens must be a non-empty 1-D array of integers, got "
-            f"{tokens.dtype}{list(tokens.shape)}"
-        )
+        found = f"{tokens.dtype}{list(tokens.shape)}"
+        raise DataError(f"tokens must be a non-empty 1-D array of integers, got {found}")
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
         raise DataError(f"tokens {tokens.min()}..{tokens.max()} must lie in [0, {vocab_size})")
     dtype = smallest_dtype(vocab_size)
@@ -71,14 +69,8 @@ def open_token_file(path: Path, cache: Path | None = None) -> Corpus:
     """Open a token file, memory-mapped; its SHA-256 is cached in the folder `cache`."""
     tokens, vocab_size = map_tokens(path)
     head = f"{tokens.dtype.name} {len(tokens)} {vocab_size} {sha256(path, cache)}"
-    return Corpus(
-        tokens=tokens,
-        starts=np.zeros(1, dtype=np.int64),
-        vocab_size=vocab_size,
-        name=str(path),
-        fingerprint=WHOLE + hashlib.sha256(head.encode()).hexdigest(),
-        tokenizer=None,
-    )
+    fingerprint = WHOLE + hashlib.sha256(head.encode()).hexdigest()
+    return Corpus(tokens, np.zeros(1, dtype=np.int64), vocab_size, str(path), fingerprint, None)
 
 
 def map_tokens(path: Path) -> tuple[np.ndarray, int]:
@@ -108,10 +100,10 @@ def map_tokens(path: Path) -> tuple[np.ndarray, int]:
     else:
         assert header is not None
         dtype = np.dtype(_DTYPES[header["dtype"]])
-        if size != header["tokens"] * dtype.itemsize:
+        if size != (expected := header["tokens"] * dtype.itemsize):
             raise DataError(
                 f"{path} has {size} bytes, but {sidecar} says {header['tokens']} tokens of "
-                f"{header['dtype']} = {header['tokens'] * dtype.itemsize} bytes"
+                f"{header['dtype']} = {expected} bytes"
             )
         tokens = np.memmap(path, dtype=dtype, mode="r")
     vocab_size = int(tokens.max()) + 1 if header is None else header["vocab_size"]

@@ -20,6 +20,7 @@ import json
 import pickletools
 import signal
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,8 @@ def rank_at_fault(
 ) -> str | None:
     """One line about the rank at fault; None if that rank reported its error itself.
 
-    Args:
-        ends: ranks that failed, in the order in which they ended.
-        mesh: for the ranks' names.
-        store: the ranks' store, with their heartbeats and perhaps their verdict.
-        dumps: each rank's file from torch's flight recorder; None on gloo, which has no watchdog.
+    `ends` are the ranks that failed, in the order in which they ended. `store` has the heartbeats
+    and perhaps a verdict. `dumps` are the ranks' flight recorder files, None on gloo.
     """
     first = ends[0]
     if first.aborted and dumps is not None:
@@ -71,12 +69,11 @@ def rank_at_fault(
 
 def _after_abort(aborted: list[int], mesh: Mesh, store: dist.Store, dumps: dict[int, Path]) -> str:
     """The evidence about each rank if the first one to end was aborted."""
+    who = f"ranks {', '.join(map(str, sorted(aborted)))} were"
     if len(aborted) == mesh.world:
         who = "all ranks were"
     elif len(aborted) == 1:
         who = f"{mesh.describe(aborted[0])} was"
-    else:
-        who = f"ranks {', '.join(map(str, sorted(aborted)))} were"
     said = [f"{who} killed by SIGABRT, probably from NCCL's watchdog (see its messages above)"]
     words = behind({rank: path.read_bytes() for rank, path in dumps.items()})
     said += [f"{mesh.describe(rank)} {what}" for rank, what in sorted(words.items())]
@@ -89,9 +86,6 @@ def _after_abort(aborted: list[int], mesh: Mesh, store: dist.Store, dumps: dict[
         first = f"{mesh.describe(aborted[0])}, the first to abort,"
         said.append(f"cause unknown; {first} ended{last_seen(store, aborted[0])}")
     return "; ".join(said)
-
-
-# ---------------------------------------------------------------- the flight recorder
 
 
 def recorded(prefix: str | None, world: int, since: float) -> dict[int, Path] | None:
@@ -134,7 +128,7 @@ def _constants(data: bytes) -> list[Any]:
     memo: dict[Any, object] = {}
     last: object = None
     found: list[object] = []
-    try:
+    with suppress(ValueError):
         for opcode, argument, _ in pickletools.genops(data):
             if "PUT" in opcode.name:
                 memo[argument] = last
@@ -144,6 +138,5 @@ def _constants(data: bytes) -> list[Any]:
                 last = memo[argument]
             if last is not None:
                 found.append(last)
-    except ValueError:
-        return []
-    return found
+        return found
+    return []

@@ -33,23 +33,18 @@ def gpu_count() -> int:
 def choose_backend(local_world: int, asked: str | None = None, *, launched: bool = True) -> str:
     """ "nccl" if `local_world` ranks of this machine compute on GPUs, "gloo" if on its CPU.
 
-    Args:
-        local_world: number of ranks on this machine.
-        asked: "nccl", "gloo", or None for GPUs if there are any.
-        launched: `launch.launch` starts the ranks, so all of them see the same GPUs; a different
-            launcher (SLURM) may show each rank only its own.
-
-    Raises:
-        ValueError: GPUs were requested or exist, but these ranks cannot use them.
+    `asked` is "nccl", "gloo", or None for GPUs if there are any. If `launch.launch` starts the
+    ranks (`launched`), all of them see the same GPUs; a different launcher (SLURM) may show each
+    rank only its own. Raises ValueError if GPUs were requested or exist, but these ranks cannot
+    use them.
     """
     if asked == "gloo":
         return asked
     gpus, instead = gpu_count(), "or pass --device cpu"
     if not gpus:
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         if asked == "nccl":
             raise ValueError(f"torch {torch.__version__} sees no GPU")
-        if DRIVER.exists() and not hidden:
+        if DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
             raise ValueError(
                 f"this machine has NVIDIA's driver, but torch {torch.__version__} sees no GPU; "
                 f"install a torch build for its CUDA version, {instead}"
@@ -94,16 +89,14 @@ def take_device(asked: str | None, *, launched: bool) -> tuple[str, torch.device
     the other ranks (`disagreement`).
 
     `asked`, `launched`, and errors are those of `choose_backend`."""
-    world, local_world, local_rank = (
-        int(os.environ.get(name, default))
-        for name, default in (("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-    )
+    world, local_world = (int(os.environ.get(n, "1")) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     backend = choose_backend(local_world, asked, launched=launched)
     if backend == "gloo":
         return backend, torch.device("cpu"), {"name": "cpu"}
     if world > 1:
         prepare_nccl()
-    device = torch.device("cuda", 0 if gpu_count() == 1 else local_rank)
+    number = 0 if gpu_count() == 1 else int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", number)
     try:
         torch.cuda.set_device(device)
         torch.cuda.mem_get_info(device)  # fails first if other processes fill or own the GPU
@@ -157,11 +150,7 @@ def connect(device: torch.device, store: dist.Store, rank: int, world: int, time
     NCCL uses at most the thread blocks that kernels leave free for it (`leaving`)."""
     nccl, limit = device.type == "cuda", timedelta(seconds=timeout)
     dist.init_process_group(
-        "nccl" if nccl else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=limit,
+        BACKENDS[device.type], store=store, rank=rank, world_size=world, timeout=limit,
         device_id=device if nccl else None,
         pg_options=nccl_options(CTAS, limit) if nccl else None,
-    )
+    )  # fmt: skip

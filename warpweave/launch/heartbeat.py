@@ -137,9 +137,8 @@ def at_fault(store: dist.Store, rank: int, world: int) -> dict[int, str]:
     if _known(store):
         return {}
     if silent:
-        return {
-            o: f"no heartbeat from {{}}: it died or is hanging{last_seen(store, o)}" for o in silent
-        }
+        said = "no heartbeat from {}: it died or is hanging"
+        return {o: said + last_seen(store, o) for o in silent}
     texts = [store.get(f"failed/{o}") for o in range(world) if store.check([f"failed/{o}"])]
     if not any(b"imed out" in text or b"imeout" in text for text in texts):
         return {}

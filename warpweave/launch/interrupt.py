@@ -28,12 +28,8 @@ class Interrupt:
     their parent, which passes it on; ``timeout`` signals its child and then the child's group; a
     key press bounces.
 
-    Args:
-        raises: raise `Stopped` at the first signal, for work that has nothing to save.
-
-    Attributes:
-        number: the first signal; None until there is one.
-        again: True after a second signal.
+    With `raises`, for work that has nothing to save, the first signal raises `Stopped`. `number` is
+    the first signal, None until there is one, and `again` is True after a second one.
     """
 
     def __init__(self, *, raises: bool = False) -> None:

@@ -1,15 +1,15 @@
 """Processes of a run on one machine: they start with signals blocked and end with their parent.
 
 A rank's imports need three seconds of CPU time. Ranks on the CPU are therefore forked from one
-process that has finished the imports (Linux):
+process that has finished the imports (Linux), and restarts are immediate:
 
     this process --- spawns ---> fork server --- forks ---> rank 0, rank 1, ...
          | <--- (pid, exit code) ---- |
 
-Restarts are then immediate. On GPUs each rank is a new interpreter, because a process that has used
-CUDA cannot be forked. Neither can a process with threads, which modules may start when they are
-imported. multiprocessing's own fork server is not used: there is one for the whole program, with
-the environment of its first use, and it lives until its last child ends.
+On GPUs each rank is a new interpreter, because a process that has used CUDA cannot be forked.
+Neither can a process with threads, which modules may start when they are imported.
+multiprocessing's own fork server is shared by the whole program, keeps the environment of its first
+use, and lives until its last child ends.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cached_property
 from importlib import import_module
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -81,17 +82,11 @@ def environment(**values: str) -> Iterator[None]:
 
 
 class Processes:
-    """Starts and ends the processes of a run.
+    """Starts and ends the processes of a run; `started` has those that `end` would end.
 
     Processes start with the signals of `STOPS` blocked and unblock them when they have handlers, so
-    an early signal is neither lost nor causes a traceback. Use this class in the main thread.
-
-    Args:
-        module: fork all processes from one that has imported this module; None for new
-            interpreters.
-
-    Attributes:
-        started: the processes that `end` would end.
+    an early signal is neither lost nor causes a traceback. All are forked from one that has
+    imported `module`, or are new interpreters if it is None. Use this class in the main thread.
     """
 
     def __init__(self, module: str | None = None) -> None:
@@ -103,9 +98,7 @@ class Processes:
     @classmethod
     def early(cls, module: str) -> Processes | None:
         """Prepare processes for ranks on the CPU; they import `module` while this process does.
-
-        None if ranks may run on GPUs, or if torchrun started them.
-        """
+        None if ranks may run on GPUs, or if torchrun started them."""
         if DRIVER.exists() or under_torchrun():
             return None
         with environment(**told_ranks("gloo")):
@@ -123,16 +116,12 @@ class Processes:
         return early or cls(getattr(entry, "func", entry).__module__)  # `entry` may be a partial
 
     def start(self, target: Callable[..., Any], *args: Any) -> BaseProcess | Forked:
-        """Run ``target(*args)`` in a new process with this one's environment.
-
-        `target` is a module-level function; `args` must be picklable.
-
-        Raises:
-            ChildProcessError: the fork server has ended.
-        """
+        """Run ``target(*args)`` in a new process with this one's environment. `target` is a
+        module-level function; `args` must be picklable. Raises ChildProcessError if the fork server
+        has ended."""
         if self._server and not self._server.process.is_alive():
             self._server = _ForkServer(self._module)
-        if self._server and not self._server.forks():
+        if self._server and not self._server.forks:
             self._server = None
         started = self._server.start(target, args) if self._server else _spawned(target, *args)
         self.started.append(started)
@@ -180,12 +169,8 @@ class Forked:
 
     def __init__(self, server: _ForkServer, pid: int) -> None:
         self._server, self.pid = server, pid
+        self.server = server.process  # which forked this one
         self._code: int | None = None
-
-    @property
-    def server(self) -> BaseProcess:
-        """The process that forked this one."""
-        return self._server.process
 
     @property
     def exitcode(self) -> int | None:
@@ -216,26 +201,20 @@ class Forked:
 
 
 class _ForkServer:
-    """This process's end of the fork server.
-
-    Attributes:
-        process: the server.
-        pipe: sends what to run; receives pids and exit codes.
-    """
+    """This process's end of the fork server: `pipe` sends what to run, and receives pids and exit
+    codes from the server's `process`."""
 
     def __init__(self, module: str) -> None:
         self.pipe, theirs = multiprocessing.Pipe()
         with environment(OPENBLAS_NUM_THREADS="1"):  # numpy would start threads
             self.process = _spawned(_serve, theirs, module)
         theirs.close()
-        self._forks: bool | None = None
         self._running: dict[int, Forked] = {}
 
+    @cached_property
     def forks(self) -> bool:
-        """Return True if the server has no threads; wait until it has imported its module."""
-        if self._forks is None:
-            self._forks = self._received()
-        return self._forks
+        """True if the server has no threads; the first use waits for its imports."""
+        return self._received()
 
     def start(self, target: Callable[..., Any], args: tuple) -> Forked:
         self._send(dict(os.environ), bytes(ForkingPickler.dumps((target, args))))
@@ -276,8 +255,7 @@ class _ForkServer:
             self._lost()
 
     def _lost(self) -> NoReturn:
-        """Wait for the end of the server, whose pipe broke a little earlier, so that the next start
-        finds it dead."""
+        """Raise after the server's end, which comes a little after that of its pipe."""
         end([self.process])
         raise ChildProcessError("the process that forks ranks has ended") from None
 
@@ -285,21 +263,19 @@ class _ForkServer:
 def _serve(pipe: connection.Connection, module: str) -> None:
     """Run the fork server. It exits without waiting for its children, which end with it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    code = 1
     try:
-        import_module(module)
-        gc.collect()
-        gc.freeze()  # a collection would write to all pages that forked processes share
-        forks = len(os.listdir("/proc/self/task")) == 1
-        pipe.send(forks)
-        if forks:
-            _fork_as_told(pipe)
-        code = 0
-    except EOFError:
-        code = 0
+        with suppress(EOFError):
+            import_module(module)
+            gc.collect()
+            gc.freeze()  # a collection would write to all pages that forked processes share
+            forks = len(os.listdir("/proc/self/task")) == 1
+            pipe.send(forks)
+            if forks:
+                _fork_as_told(pipe)
     except BaseException:
         traceback.print_exc()
-    leave(code)
+        leave(1)
+    leave(0)
 
 
 def _fork_as_told(pipe: connection.Connection) -> NoReturn:

@@ -41,12 +41,11 @@ class Session:
     """One rank's connection to the others; as a context manager, it leaves them at the end.
 
     Attributes:
-        device: the device that this rank computes on.
+        device, where: the device that this rank computes on, and the device and backend in words.
         rank, world: this rank and the size of the default process group.
         store: the key-value store that the ranks share; None for a single process.
         timeout: seconds that any collective may take.
         mesh: the mesh's sizes, for the names of ranks in messages.
-        where: the device and backend in words.
         launched: `launch` started this rank and reports for ranks that are silent.
 
     Examples:
@@ -82,7 +81,7 @@ class Session:
             self.store.set("begun", "")
 
     def beat(self, step: int, phase: str) -> None:
-        """Record the progress of this rank in the store, for others to report if it hangs."""
+        """Record this rank's progress, for others to report if it hangs."""
         if self.heartbeat is not None:
             self.heartbeat.note(step, phase)
 
@@ -93,10 +92,8 @@ class Session:
         with any error except a lost connection is the cause and reports it. If ranks lost their
         peers, the first one to find the rank at fault by `heartbeat` reports it.
         """
-        words = one_line(error)
-        text = words if isinstance(error, (ValueError, *common)) else type(error).__name__
-        if text is not words and words:
-            text = f"{text}: {words}"
+        words, plain = one_line(error), isinstance(error, (ValueError, *common))
+        text = words if plain else f"{type(error).__name__}: {words}".removesuffix(": ")
         if self.store is None:
             return text
         name = self.mesh.describe(self.rank)
@@ -170,8 +167,7 @@ def reported(
         say(AT_ONCE)
         leave(130)
     except BaseException as error:
-        line = session.explain(error, common)
-        if line is not None:
+        if (line := session.explain(error, common)) is not None:
             refusals = (ValueError, OSError, MemoryError, torch.OutOfMemoryError, *common)
             if not isinstance(error, refusals) and not is_connection_error(error):
                 traceback.print_exception(error)
@@ -182,27 +178,19 @@ def reported(
 
 def _tell_of_unhandled() -> None:
     """At exit, let torchrun's report end with the error that ended this program, if any."""
-    error = getattr(sys, "last_value", None)  # Python sets it when it prints the traceback
-    if error is not None:
+    if error := getattr(sys, "last_value", None):  # Python sets it when it prints the traceback
         tell_torchrun(" ".join("".join(traceback.format_exception_only(error)).split()))
 
 
 def is_connection_error(error: BaseException) -> bool:
     """True for an error that torch.distributed raises for a lost or late peer."""
-    return isinstance(error, dist.DistError) or (
-        type(error) is RuntimeError
-        and any(
-            word in str(error) for word in ("gloo", "NCCL", "Connection", "Timed out", "timeout")
-        )
-    )
+    words = ("gloo", "NCCL", "Connection", "Timed out", "timeout")
+    plain = type(error) is RuntimeError and any(word in str(error) for word in words)
+    return plain or isinstance(error, dist.DistError)
 
 
 def join(
-    mesh: Mesh,
-    *,
-    timeout: float = 300.0,
-    backend: str | None = None,
-    port: int | None = None,
+    mesh: Mesh, *, timeout: float = 300.0, backend: str | None = None, port: int | None = None
 ) -> Session:
     """Connect this process to the other ranks, by the launcher's environment variables.
 
@@ -268,10 +256,8 @@ def _store(rank: int, world: int, local_world: int, timeout: timedelta) -> dist.
     if world == local_world:
         env.setdefault(*LOOPBACK)
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    hosts = rank == 0 and env.get(AGENTS_STORE) != "True"
-    options: dict[str, Any] = {}
+    hosts, options = rank == 0 and env.get(AGENTS_STORE) != "True", dict[str, Any]()
     if hosts and world == local_world:
-        address = "127.0.0.1"
-        options["master_listen_fd"] = loopback_listener(port).detach()
+        address, options = "127.0.0.1", {"master_listen_fd": loopback_listener(port).detach()}
     store = dist.TCPStore(address, port, world, is_master=hosts, timeout=timeout, **options)
     return dist.PrefixStore(f"attempt_{env.get(ATTEMPT, '0')}", store)

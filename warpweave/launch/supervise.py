@@ -24,20 +24,13 @@ _INTERVAL = 0.05  # seconds between two calls of `watch` while no process ends
 
 
 def supervise(
-    processes: Processes,
-    start: Callable[[], None],
-    watch: Callable[[int | None], int | None],
+    processes: Processes, start: Callable[[], None], watch: Callable[[int | None], int | None]
 ) -> None:
     """Call `start`, then `watch` until it returns an exit code. No process outlives this call.
 
-    Must be called from the main thread.
-
-    Args:
-        processes: the processes of the run, which `start` and `watch` start.
-        start: starts the first processes.
-        watch: handles what has happened since its last call, and returns None to continue. It is
-            called at regular intervals, and at once after a process has ended, with the number of
-            the first signal or None.
+    `start` starts the first of `processes`. `watch` handles what has happened since its last call,
+    and returns None to continue. It is called at regular intervals, and at once after a process has
+    ended, with the number of the first signal or None. Must be called from the main thread.
 
     Raises:
         SystemExit: the exit code is not 0, or a process could not be started (1).

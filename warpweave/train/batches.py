@@ -11,13 +11,7 @@ from warpweave.train.options import TrainConfig
 
 
 class Batches:
-    """Training and validation batches of a data replica.
-
-    Args:
-        config: the run's options.
-        replica: the replica's number.
-        device: the device of the tensors.
-    """
+    """Training and validation batches of data replica `replica`, as tensors on `device`."""
 
     def __init__(self, config: TrainConfig, replica: int, device: torch.device) -> None:
         self.config, self.replica, self.device = config, replica, device

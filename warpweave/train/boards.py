@@ -1,31 +1,20 @@
 """Metrics on TensorBoard and Weights & Biases.
 
 A board gets a run's folder, the step from which the run resumes, and then every row of
-`metrics.Metrics` as it is written. A library is needed only if its board is requested;
-`check_boards` reports a missing one before any rank is started.
+`metrics.Metrics` as it is written: the ``step`` of rows never decreases, and rows of one step are
+consecutive. `flush` loses no row if the process is killed later, and `close` follows the last row.
+A library is needed only if its board is requested; `check_boards` reports a missing one before any
+rank is started.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from warpweave.cli.messages import one_line
 
 EVENTS, WANDB = "tensorboard", "wandb"  # subfolders of a run's folder
-
-
-class Board(Protocol):
-    """The interface between `metrics.Metrics` and a board."""
-
-    def row(self, row: dict[str, Any]) -> None:
-        """Show a row. Its ``step`` never decreases, and rows of one step are consecutive."""
-
-    def flush(self) -> None:
-        """Flush, so that no row is lost if this process is killed."""
-
-    def close(self) -> None:
-        """Close the board after the last row."""
 
 
 class TensorBoard:
@@ -57,10 +46,8 @@ class WeightsAndBiases:
     A resumed run continues the W&B run whose id is in ``wandb/run-id``. Rows cannot be removed from
     W&B: steps that it already has, from a run that died after its last checkpoint, are not sent
     again, and an evaluation missing at the last step of an interrupted run is sent with the next
-    step. With ``WANDB_MODE=offline``, ``wandb sync --append`` joins the parts.
-
-    Raises:
-        ValueError: W&B fails, for example without a key (``wandb login``); one line.
+    step. With ``WANDB_MODE=offline``, ``wandb sync --append`` joins the parts. Raises ValueError,
+    one line, if W&B fails, for example without a key (``wandb login``).
     """
 
     def __init__(self, folder: Path, step: int, project: str, options: dict[str, Any]) -> None:
@@ -69,14 +56,11 @@ class WeightsAndBiases:
         mark = folder / WANDB / "run-id"
         known = mark.read_text().strip() if mark.exists() else None
         try:
+            values = {k: str(v) if isinstance(v, Path) else v for k, v in options.items()}
             self._run = wandb.init(
-                project=project,
-                dir=str(folder),
-                id=known,
-                resume="allow" if known else None,
-                config={k: _json_value(v) for k, v in options.items()},
-                allow_val_change=True,
-            )
+                project=project, dir=str(folder), id=known, resume="allow" if known else None,
+                config=values, allow_val_change=True,
+            )  # fmt: skip
         except wandb.Error as error:
             raise ValueError(f"--wandb {project}: {one_line(error)}") from None
         mark.parent.mkdir(exist_ok=True)
@@ -97,8 +81,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _json_value(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
+Board = TensorBoard | WeightsAndBiases
 
 
 def check_boards(tensorboard: bool, wandb: str | None) -> None:

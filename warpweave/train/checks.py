@@ -35,13 +35,8 @@ class TrainingStopped(RuntimeError):
 
 
 class Agreement:
-    """The comparisons of one rank's run.
-
-    Args:
-        config: sets how often ranks are compared.
-        session: this rank's connection; a single rank, without a store, compares nothing.
-        engine: the engine that is trained.
-    """
+    """The comparisons of one rank's run, as often as `config` says. A single rank, whose session
+    has no store, compares nothing."""
 
     def __init__(self, config: TrainConfig, session: Session, engine: Engine) -> None:
         self._always, self._every = config.check_collectives, config.check_every
@@ -81,8 +76,7 @@ class Agreement:
         return self._comparing(self._evaluations >= 0)
 
     def _comparing(self, due: bool) -> AbstractContextManager[object]:
-        compares = self._checked is not None and (due or self._always)
-        return self._checked if self._checked is not None and compares else nullcontext()
+        return self._checked if self._checked and (due or self._always) else nullcontext()
 
     @contextmanager
     def _timed(self, began: float, marks: Marks) -> Iterator[None]:
@@ -99,13 +93,10 @@ class Agreement:
         self._own = time.perf_counter() - began - waited
 
     def after_step(self, step: int) -> dict[str, Any]:
-        """Compare the ranks if due. Collective.
+        """Compare the ranks if due. Collective. Raises `TrainingStopped` if replicas differ.
 
         Returns the metrics of a compared step: its slowest rank, that rank's own seconds, and the
         median over all ranks.
-
-        Raises:
-            TrainingStopped: replicas differ.
         """
         if not self.due(step):
             return {}

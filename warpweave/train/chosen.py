@@ -21,14 +21,10 @@ from warpweave.train.options import CHECKPOINTS, METRICS
 
 @dataclass(frozen=True)
 class ChosenCheckpoint:
-    """A checkpoint of a run.
+    """A checkpoint of a run, its step, and the validation loss at that step; None if the run was
+    not evaluated there.
 
-    Attributes:
-        path: the checkpoint's folder.
-        step: the checkpoint's step.
-        val_loss: the validation loss at that step; None if the run was not evaluated there.
-        hint: if the newest checkpoint was chosen and the loss was lower at another step, that step
-            in words; otherwise "".
+    If it is the newest and the loss was lower at another step, `hint` names that step in words.
     """
 
     path: Path
@@ -44,21 +40,17 @@ class ChosenCheckpoint:
 
     def describe(self) -> str:
         """A one-line description of the checkpoint, with the hint."""
-        loss = "not evaluated"
-        if self.val_loss is not None:
-            loss = f"validation loss {self.val_loss:.4f}"
+        known = self.val_loss is not None
+        loss = f"validation loss {self.val_loss:.4f}" if known else "not evaluated"
         return f"using step {self.step} ({loss}), {self.path}{self.hint}"
 
 
 def choose_checkpoint(folder: Path, *, best: bool) -> ChosenCheckpoint | None:
-    """The newest or the `best` checkpoint of a run's folder, or the checkpoint `folder` itself.
+    """The newest or the `best` checkpoint of a run's folder, or the checkpoint `folder` itself;
+    None for any other folder.
 
-    Returns None for any other folder.
-
-    Raises:
-        ValueError: `best` is set and the folder is not a run's, the run was not evaluated, or its
-            best checkpoint was not kept.
-        CheckpointError: the newest checkpoint is damaged.
+    Raises ValueError if `best` is set and the folder is not a run's, the run was not evaluated, or
+    its best checkpoint was not kept, and `CheckpointError` if the newest checkpoint is damaged.
     """
     step = find_step(folder)
     if best and step in (None, folder):
@@ -97,5 +89,4 @@ def _validation_losses(step: Path, state: dict[str, Any]) -> dict[int, float]:
     if checkpoints.name == CHECKPOINTS and os.path.lexists(metrics):
         rows, _ = read_rows(metrics)
         found |= {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
-    known = (int, float)
-    return {at: v for at, v in found.items() if type(v) in known and math.isfinite(v)}
+    return {at: v for at, v in found.items() if type(v) in (int, float) and math.isfinite(v)}

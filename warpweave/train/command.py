@@ -42,9 +42,8 @@ def train_rank(
     if port is not None or not under_torchrun():
         interrupt.listen()
     try:
-        session = join(
-            config.mesh, timeout=config.timeout, backend=BACKENDS.get(config.device), port=port
-        )
+        backend = BACKENDS.get(config.device)
+        session = join(config.mesh, timeout=config.timeout, backend=backend, port=port)
     except dist.DistError as error:
         say(f"rank {os.environ.get('RANK', '0')} could not connect to the other ranks: {error}")
         sys.exit(1)
@@ -69,11 +68,8 @@ def train_rank(
 
 def _say_of_options(config: TrainConfig, device: Literal["cpu", "cuda"]) -> None:
     """Print which options have no effect in this run on `device`."""
-    if line := short_of_peak(config):
-        say(line)
-    for line in idle_options.idle_lines(
-        idle_options.TRAIN, dataclasses.replace(config, device=device)
-    ):
+    idle = idle_options.idle_lines(idle_options.TRAIN, dataclasses.replace(config, device=device))
+    for line in filter(None, [short_of_peak(config), *idle]):
         say(line)
 
 
@@ -108,9 +104,9 @@ def run(
     rank, local_rank = (int(os.environ.get(n, "0")) for n in ("RANK", "LOCAL_RANK"))
     try:
         if config.server and torchrun:
-            ranks = f"torchrun, which started {os.environ['WORLD_SIZE']} ranks"
             raise ValueError(
-                f"--server {config.server} starts its own ranks; run it without {ranks}"
+                f"--server {config.server} starts its own ranks; run it without torchrun, which "
+                f"started {os.environ['WORLD_SIZE']} ranks"
             )
         if config.max_restarts and torchrun:
             raise ValueError(
@@ -147,14 +143,8 @@ def run(
                 os.environ.update(no_cache())
                 code = as_rank(config)
             else:
-                code = launch(
-                    as_rank,
-                    (config,),
-                    config.mesh,
-                    backend=backend,
-                    max_restarts=config.max_restarts,
-                    processes=processes,
-                )
+                more = {"max_restarts": config.max_restarts, "processes": processes}
+                code = launch(as_rank, (config,), config.mesh, backend=backend, **more)
     except (ValueError, ImportError, OSError, CheckpointError) as error:
         if local_rank == 0:
             say(one_line(error))
@@ -163,7 +153,3 @@ def run(
     if torchrun:
         leave(0)
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

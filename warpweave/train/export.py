@@ -27,27 +27,22 @@ def run(config: ExportConfig, processes: Processes | None = None) -> None:
         if chosen is None:
             raise ConvertError(f"{config.run} is not a run or a checkpoint of warpweave train")
         dtype = None if config.dtype is None else NAMED_DTYPES[config.dtype]
-        folder = to_hf(
-            chosen.path, config.out, like=config.like, tokenizer=config.tokenizer, dtype=dtype
-        )
+        like, tokenizer = config.like, config.tokenizer
+        folder = to_hf(chosen.path, config.out, like=like, tokenizer=tokenizer, dtype=dtype)
     say(chosen.describe())
     if line := other_tokenizer(config.run, config.tokenizer):
         say(line)
     fields = read_json(folder / "config.json")
-    tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-    if not tokenizer:
+    has_tokenizer = any((folder / f"tokenizer.{end}").is_file() for end in ("json", "model"))
+    if not has_tokenizer:
         say("exported without a tokenizer; pass --tokenizer FILE or --tokenizer bytes to add one")
     result = {
         "folder": str(folder),
         **chosen.fields,
         "architecture": fields["architectures"][0],
         "dtype": fields["dtype"],
-        "tokenizer": tokenizer,
+        "tokenizer": has_tokenizer,
         "eos_token_ids": read_stop_tokens(folder),
         "files": sorted(path.name for path in folder.iterdir()),
     }
     print(json.dumps(result), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,23 +6,11 @@ A resumed run therefore continues the schedule if `steps` and the other values a
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol
 
-LRSchedule = Literal["cosine", "linear", "constant", "wsd"]
-
-
-class LRConfig(Protocol):
-    """The fields of `TrainConfig` that determine the learning rate."""
-
-    lr: float
-    min_lr: float
-    warmup: int
-    steps: int
-    lr_schedule: LRSchedule
-    decay: float
+from warpweave.train.options import TrainConfig
 
 
-def learning_rate(config: LRConfig, step: int) -> float:
+def learning_rate(config: TrainConfig, step: int) -> float:
     """The learning rate of update `step`, counted from 0.
 
     With the peak lr, m = `min_lr`, W = `warmup`, and N = `steps`:
@@ -51,7 +39,7 @@ def learning_rate(config: LRConfig, step: int) -> float:
     return config.lr * (config.min_lr + (1 - config.min_lr) * high)
 
 
-def short_of_peak(config: LRConfig) -> str | None:
+def short_of_peak(config: TrainConfig) -> str | None:
     """A warning if the run ends during its warm-up; None if it reaches `lr`."""
     if config.warmup <= config.steps:
         return None

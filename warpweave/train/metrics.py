@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import os
 import resource
@@ -83,15 +84,9 @@ class Metrics:
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        session: Session,
-        model: GPTConfig,
-        step: int,
-        *,
-        tokens_per_step: int,
-        evaluates: bool = False,
-    ) -> None:
+        self, config: TrainConfig, session: Session, model: GPTConfig, step: int, *,
+        tokens_per_step: int, evaluates: bool = False,
+    ) -> None:  # fmt: skip
         self.session, self.model, self.dtype = session, model, config.dtype
         self.tokens_per_step = tokens_per_step
         self.folder = config.out
@@ -172,8 +167,7 @@ class Metrics:
     def _whole_rows(self) -> list[dict[str, Any]]:
         """The rows of an interrupted run. Anything else is set aside, such as half a row after a
         crash, or a link or folder in place of the file."""
-        rows: list[dict[str, Any]] = []
-        aside = _unused(self.folder, _DAMAGED)
+        rows, aside = list[dict[str, Any]](), _unused(self.folder, _DAMAGED)
         with self._tried(aside):
             try:
                 rows, damaged = read_rows(self.path)
@@ -231,11 +225,8 @@ class Metrics:
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """The rows of a metrics file, and its lines that are not rows.
-
-    Raises:
-        CheckpointError, OSError: it is not a regular file, or cannot be read.
-    """
+    """The rows of a metrics file, and its lines that are not rows. Raises `CheckpointError` or
+    OSError if it is not a regular file, or cannot be read."""
     rows, damaged = [], []
     with os.fdopen(open_regular(path), "rb") as file:
         lines = file.read().split(b"\n")
@@ -267,10 +258,8 @@ def _append(path: Path, data: bytes | bytearray) -> None:
 
 def _unused(folder: Path, name: str) -> Path:
     """The first of `folder`/`name`-1, -2, ... that does not exist."""
-    number = 1
-    while os.path.lexists(folder / f"{name}-{number}"):
-        number += 1
-    return folder / f"{name}-{number}"
+    paths = (folder / f"{name}-{number}" for number in itertools.count(1))
+    return next(path for path in paths if not os.path.lexists(path))
 
 
 def set_aside(folder: Path) -> None:

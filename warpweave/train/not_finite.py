@@ -16,7 +16,7 @@ are the origins:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,17 +62,13 @@ class _Notes(Observer):
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
         """Also take notes on every module of the model."""
-        handles = []
-        for name, module in model.named_modules():
-            if name:
-                handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
-                handles.append(module.register_forward_hook(partial(self._leave, name)))
-        try:
-            with self:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks, self:
+            for name, module in model.named_modules():
+                if name:
+                    enter, leave = partial(self._enter, name), partial(self._leave, name)
+                    hooks.enter_context(module.register_forward_pre_hook(enter))
+                    hooks.enter_context(module.register_forward_hook(leave))
+            yield
 
     def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
         self.within = name
@@ -81,9 +77,8 @@ class _Notes(Observer):
     def _leave(self, name: str, module: nn.Module, inputs: Any, out: Any) -> None:
         found = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         self.notes.append(_Note("", _bad(found), name, given=self._given.pop()))
-        out = found[0] if found else None
-        self._left = [*self._left, name] if out is self._out else [name]
-        self._out = out
+        before, self._out = self._out, next(iter(found), None)
+        self._left = [*self._left, name] if self._out is before else [name]
         for x in found:
             if x.requires_grad:
                 x.register_hook(partial(self._gradient, name))

@@ -32,7 +32,6 @@ from warpweave.kernels.runtime.tile_table import read_table
 from warpweave.model.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.parallel.mesh import Mesh
 from warpweave.train import idle_options
-from warpweave.train.lr_schedule import LRSchedule
 from warpweave.train.option_kinds import RESUME, overrides_of
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ class OptimizerOptions:
     """Training steps (optimizer steps) in the whole run."""
     lr: float = 1e-3
     """Peak learning rate."""
-    lr_schedule: LRSchedule = "cosine"
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Learning-rate schedule after the warm-up: half a cosine, linear, constant, or linear decay in
     the last steps only (wsd: warm-up, stable, decay)."""
     min_lr: float = 0.1
@@ -263,12 +262,8 @@ class TrainConfig(
 
     @property
     def outer_rule(self) -> OuterRule | None:
-        """The outer optimizer, or None.
-
-        Raises:
-            ValueError: outer replicas or an option of the outer optimizer are set without
-                `outer_every`, or an option is invalid.
-        """
+        """The outer optimizer, or None. Raises ValueError if outer replicas or an option of the
+        outer optimizer are set without `outer_every`, or an option is invalid."""
         from warpweave.parallel.data.outer import OuterRule
 
         names = ("lr", "momentum", "delay", "mix", "warmup")
@@ -288,11 +283,8 @@ class TrainConfig(
 
     @property
     def server_plan(self) -> ServerPlan | None:
-        """The plan shared by servers and workers; None without servers.
-
-        Raises:
-            ValueError: an option is set that servers do not support.
-        """
+        """The plan shared by servers and workers; None without servers. Raises ValueError for an
+        option that servers do not support."""
         if not self.server:
             if self.staleness != 0 or self.compensation:
                 raise ValueError(
@@ -323,15 +315,10 @@ class TrainConfig(
         if self.optimizer == "muon":
             raise ValueError("--server needs an elementwise optimizer, got muon; use adamw")
         return ServerPlan(
-            self.server,
-            None if self.staleness == "unbounded" else self.staleness,
-            joint=self.staleness == 0,
-            compensation=self.compensation,
-            clip=self.clip or None,
-            timeout=self.timeout,
-            save_every=self.save_every,
-            save_minutes=self.save_minutes,
-        )
+            self.server, None if self.staleness == "unbounded" else self.staleness,
+            joint=self.staleness == 0, compensation=self.compensation, clip=self.clip or None,
+            timeout=self.timeout, save_every=self.save_every, save_minutes=self.save_minutes,
+        )  # fmt: skip
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -391,15 +378,11 @@ class TrainConfig(
         return self.overrides.seq_len or self.base.seq_len
 
     def for_ranks(self, ranks: int) -> TrainConfig:
-        """This configuration with `dp` filled in for `ranks` ranks.
-
-        Raises:
-            ValueError: the mesh has a different number of ranks.
-        """
+        """This configuration with `dp` filled in for `ranks` ranks. Raises ValueError if the mesh
+        has a different number of ranks."""
         dp = self.dp
         if dp is None:
-            others = dataclasses.replace(self, dp=1, dp_shard=None).mesh.world
-            dp = max(1, ranks // others)
+            dp = max(1, ranks // dataclasses.replace(self, dp=1, dp_shard=None).mesh.world)
         filled = dataclasses.replace(self, dp=dp)
         if (found := filled.mesh.world) != ranks:
             named = (*["outer"] * (self.outer > 1), "dp", "cp", "tp", "pp")

@@ -85,13 +85,9 @@ class ReplicaCheck:
     def compare(self, data: Mapping[str, Any], own: float) -> tuple[str | None, list[float]]:
         """Compare the ranks. Collective.
 
-        Returns a description of the ranks that differ (the same on all ranks) or None, and every
-        rank's `own`, which is gathered along the way.
-
-        Args:
-            data: name -> a tensor that must be equal within a data replica, or a number that must
-                be equal on all ranks.
-            own: a value of this rank, not compared.
+        `data` maps a name to a tensor that must be equal within a data replica, or a number that
+        must be equal on all ranks. Returns a description of the ranks that differ (the same on all
+        ranks) or None, and every rank's `own`, a number that is gathered along the way.
         """
         mesh = self._engine.mesh
         replica = str({axis: mesh.index(axis) for axis in ("outer", "dp")})

@@ -110,10 +110,8 @@ def open_run(
     """Open the newest good checkpoint in `folder`; rank 0 reports those it skipped.
 
     Returns None on every rank if `resume` is False, or if it is "auto" and there is no checkpoint.
-
-    Raises:
-        CheckpointError: there is none, its model differs from `config`, or the trainer did not
-            write it.
+    Raises `CheckpointError` if there is none, its model differs from `config`, or the trainer did
+    not write it.
     """
     if not resume:
         return None
@@ -122,9 +120,9 @@ def open_run(
         reader = open_latest(folder, group=group)
     for warning in passed_over:  # on rank 0
         say(str(warning.message))
-    if reader is None and resume == "auto":
-        return None
     if reader is None:
+        if resume == "auto":
+            return None
         raise CheckpointError(f"nothing to resume from: no checkpoint in {folder}")
     fields = dataclasses.fields(config)
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
@@ -149,16 +147,12 @@ def state_of(
     """The state of a run after `step` as JSON, for `open_run` and `check_run`.
 
     `validation` is the validation data of a run that evaluates during training."""
+    names = {"name": data.name, "fingerprint": data.fingerprint, "tokenizer": data.tokenizer_name}
+    held_out = None if validation is None else validation.fingerprint
     return {
         "step": step,
         "seed": config.seed,
-        "data": {
-            "name": data.name,
-            "fingerprint": data.fingerprint,
-            "sequences_per_step": sequences_per_step,
-            "tokenizer": data.tokenizer_name,
-            "validation": None if validation is None else validation.fingerprint,
-        },
+        "data": names | {"sequences_per_step": sequences_per_step, "validation": held_out},
         "progress": dataclasses.asdict(progress),
         "outer": _outer_settings(config),
         "asynchronous": _asynchronous_schedule(config),
@@ -193,9 +187,8 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
     if not same and not (_of_ends(saved) and saved["name"] == data.name):
         now = data.tokenizer_name
         before, now = (str(name)[:12] for name in (saved.get("tokenizer", now), now))
-        other = "different data"
-        if before != now:
-            other = f"different tokens (tokenizer was {before}, is now {now})"
+        tokens = f"different tokens (tokenizer was {before}, is now {now})"
+        other = "different data" if before == now else tokens
         raise CheckpointError(
             f"{reader.path} was trained on {other}: {saved['name']} "
             f"({saved['fingerprint'][:12]}), but this run uses {data.name} "
@@ -203,9 +196,8 @@ def check_run(reader: CheckpointReader, config: TrainConfig, data: Dataset) -> N
         )
     outer = _outer_settings(config)
     if (before := reader.state.get("outer")) != outer:
-        had, has = (
-            f"the outer settings {x}" if x else "no outer optimizer" for x in (before, outer)
-        )
+        none = "no outer optimizer"
+        had, has = (f"the outer settings {x}" if x else none for x in (before, outer))
         raise CheckpointError(f"{reader.path} was trained with {had}, but this run has {has}")
     held, wanted = reader.state.get("asynchronous"), _asynchronous_schedule(config)
     if held not in (None, wanted):
@@ -252,9 +244,8 @@ def differences(
         now["validation data"], before["validation data"] = (p[-12:] for p in prints)
     now["fingerprint"] = "whole file"
     before["fingerprint"] = "ends of the file" if _of_ends(reader.state["data"]) else "whole file"
-    return "; ".join(
-        f"{k}: saved {before.get(k)}, now {v}" for k, v in now.items() if before.get(k) != v
-    )
+    differ = {name: value for name, value in now.items() if before.get(name) != value}
+    return "; ".join(f"{k}: saved {before.get(k)}, now {v}" for k, v in differ.items())
 
 
 def progress_of(reader: CheckpointReader, seq_len: int) -> Progress:

@@ -28,13 +28,8 @@ def sample_rank(config: SampleConfig, port: int | None = None) -> None:
     with reported(session, (CheckpointError,), refused=(ValueError, CheckpointError)):
         mesh = config.mesh.connect(session.device.type)
         source = open_model(config.model, mesh.group("world"))
-        gpt = GPT(
-            source.config,
-            mesh=mesh,
-            device="meta",
-            dtype=NAMED_DTYPES[config.dtype],
-            impl=config.impl,
-        )
+        dtype = NAMED_DTYPES[config.dtype]
+        gpt = GPT(source.config, mesh=mesh, device="meta", dtype=dtype, impl=config.impl)
         source.load(gpt.to_empty(device=session.device))
         tokenizer, began = config.open_tokenizer(), time.perf_counter()
         found = generate(gpt, config.prompts(), config.sampling)
@@ -77,7 +72,3 @@ def run(config: SampleConfig, processes: Processes | None = None) -> None:
         else:
             backend = choose_backend(config.mesh.world, BACKENDS.get(config.device))
             launch(sample_rank, (config,), config.mesh, backend=backend, processes=processes)
-
-
-if __name__ == "__main__":
-    main()

@@ -28,7 +28,6 @@ from warpweave.checkpoint import CheckpointReader
 from warpweave.model.engine import Engine
 from warpweave.parallel.data.outer import GLOBAL, MOMENTUM, SUM
 from warpweave.parallel.data.unit import VERSION, version_age
-from warpweave.parallel.shard import ParamRecord
 
 
 class _Kind(NamedTuple):
@@ -65,20 +64,14 @@ def saved_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
 
 
 def restore_tensors(engine: Engine, reader: CheckpointReader, *, versions: bool = True) -> None:
-    """Load what `saved_tensors` wrote; each rank reads its own part.
-
-    If the checkpoint has no `versions`, all weight versions are set to the newest.
-
-    Raises:
-        CheckpointError: a tensor is missing.
-    """
+    """Load what `saved_tensors` wrote; each rank reads its own part. If the checkpoint has no
+    `versions`, all weight versions are set to the newest. Raises `CheckpointError` if a tensor is
+    missing."""
     if engine.outer is not None:
         engine.outer.resume(reader.step)
     for kind, prefix, _ in _states(engine):
         if version_age(kind) and not versions:
             continue
 
-        def saved(record: ParamRecord, prefix: str = prefix) -> Tensor:
-            return reader.mapped(prefix + record.name)
-
-        engine.load(kind, saved)
+        # The function is called at once, so it reads this round's prefix.
+        engine.load(kind, lambda record: reader.mapped(prefix + record.name))  # noqa: B023

@@ -61,32 +61,21 @@ class Marks:
 def write_measured(engine: Engine, marks: Marks, path: Path) -> None:
     """Write a step's timeline, with the simulated one, on world rank 0. Collective over the
     pipeline ranks."""
-    lists, group = engine.passes.lists, engine.mesh.group("pp")
-    every = _gather(marks.seconds(), lists, engine.device, group)
+    lists, group, own = engine.passes.lists, engine.mesh.group("pp"), marks.seconds()
+    padded = torch.zeros(1, max(map(len, lists)) + 1, dtype=torch.float64, device=engine.device)
+    padded[0, : len(own)] = torch.tensor(own, dtype=torch.float64)
+    every = start_all_gather(padded, group).wait().tolist()
     if group is None or dist.get_rank() == 0:
         write_timeline(path, panels(lists, every))
-
-
-def _gather(
-    marks: list[float], lists: Schedule, device: torch.device, group: dist.ProcessGroup | None
-) -> list[list[float]]:
-    """Gather the marks of all pipeline ranks, with zeros appended to those of shorter lists."""
-    most = max(map(len, lists)) + 1
-    padded = torch.zeros(1, most, dtype=torch.float64, device=device)
-    padded[0, : len(marks)] = torch.tensor(marks, dtype=torch.float64)
-    return start_all_gather(padded, group).wait().tolist()
 
 
 def panels(lists: Schedule, marks: Sequence[Sequence[float]]) -> dict[str, Timeline]:
     """Simulated and measured timelines of a step, in seconds.
 
-    Args:
-        lists: the schedule as it ran.
-        marks: per rank, the start of each action and the end of the list; later entries are not
-            read.
-
-    The simulation gives each action the median measured time of its op and stage, and zero time to
-    messages. The difference from the measured timeline is waiting and variation.
+    `lists` is the schedule as it ran. `marks` has, per rank, the start of each action and the end
+    of the list, and perhaps more, which is not read. The simulation gives each action the median
+    measured time of its op and stage, and zero time to messages. The difference from the measured
+    timeline is waiting and variation.
     """
     taken: dict[tuple[str, int], list[float]] = defaultdict(list)
     cells = []
@@ -97,9 +86,7 @@ def panels(lists: Schedule, marks: Sequence[Sequence[float]]) -> dict[str, Timel
         cells.append(row)
 
     def cost(action: Action) -> float:
-        if action.op in RECEIVES:
-            return 0.0
-        return median(taken[action.op, action.stage])
+        return 0.0 if action.op in RECEIVES else median(taken[action.op, action.stage])
 
     simulated = simulate(lists, cost, before=begun_before(lists))
     measured = replace(simulated, cells=tuple(cells))

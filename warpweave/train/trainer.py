@@ -29,21 +29,13 @@ from warpweave.parallel.collectives import Pending
 from warpweave.parallel.exchange import exchange
 from warpweave.plan.fits import check_memory
 from warpweave.plan.memory import TrainingStep
+from warpweave.train import resume
 from warpweave.train.batches import Batches
 from warpweave.train.checks import Agreement, TrainingStopped
 from warpweave.train.lr_schedule import learning_rate
 from warpweave.train.metrics import Metrics, peak_memory
 from warpweave.train.not_finite import first_seen
 from warpweave.train.options import CHECKPOINTS, TrainConfig
-from warpweave.train.resume import (
-    Progress,
-    check_run,
-    differences,
-    open_run,
-    progress_of,
-    saved_line,
-    state_of,
-)
 from warpweave.train.state import restore_tensors, saved_tensors
 from warpweave.train.timeline import Marks, write_measured
 
@@ -61,10 +53,8 @@ class Begun(NamedTuple):
 class Trainer:
     """The training loop on one rank; collective over the session's ranks.
 
-    Args:
-        config: the run's options.
-        session: this rank's connection, with `config`'s mesh or its remaining replicas.
-        interrupt: tells this rank to stop; None for never.
+    `session` is this rank's connection, with `config`'s mesh or its remaining replicas. `interrupt`
+    tells this rank to stop; None for never.
     """
 
     updates = True  # a launched step includes its update
@@ -74,7 +64,7 @@ class Trainer:
     ) -> None:
         config = config.on(session.device.type)
         self.config, self.session = config, session
-        self.interrupt = interrupt if interrupt is not None else Interrupt()
+        self.interrupt = interrupt or Interrupt()
         tiles.load(config.tiles)
         limit = timedelta(seconds=session.timeout)
         self.mesh = session.mesh.connect(session.device.type, timeout=limit)
@@ -85,21 +75,13 @@ class Trainer:
             free, total = torch.cuda.mem_get_info(session.device)
             check_fits(config, self.model, "cuda", free=free, total=total, ranks=1)
         self.engine = Engine(
-            self.model,
-            self.mesh,
-            config.plan,
-            micro_batch_size=config.batch,
-            dtype=NAMED_DTYPES[str(config.dtype)],
-            device=session.device,
-            seed=config.seed,
-            rule=config.rule,
-            clip=config.clip or None,
-            outer=config.outer_rule,
-            impl=config.impl,
+            self.model, self.mesh, config.plan, micro_batch_size=config.batch,
+            dtype=NAMED_DTYPES[str(config.dtype)], device=session.device, seed=config.seed,
+            rule=config.rule, clip=config.clip or None, outer=config.outer_rule, impl=config.impl,
             timeout=config.timeout,
-        )
+        )  # fmt: skip
         self.agreement = Agreement(config, session, self.engine)
-        self.step, self.progress, self.stopped = 0, Progress(), False
+        self.step, self.progress, self.stopped = 0, resume.Progress(), False
         # True if a step is launched before the previous result is read.
         self.ahead = session.device.type != "cpu" or self.engine.passes.asynchronous
         self._begun: Begun | None = None
@@ -129,18 +111,16 @@ class Trainer:
         """A one-line description of the run: ranks, mesh, plan, and model size."""
         c, m, plan = self.config, self.config.mesh, self.config.plan
         count = sum(p.numel() for p in GPT(self.model, device="meta").parameters())
-        source = c.init_from and (find_step(c.init_from) or c.init_from)
         ranks = "1 rank" if m.world == 1 else f"{m.world} ranks"
+        outer = f"outer={m.outer} " * (m.outer > 1)
+        shard = f"dp_shard={m.dp_shard} " * (m.dp_shard is not None)
+        source = c.init_from and not c.resume and (find_step(c.init_from) or c.init_from)
         return (
-            f"{ranks} ({self.session.where}), "
-            + (f"outer={m.outer} " if m.outer > 1 else "")
-            + f"dp={m.dp} "
-            + (f"dp_shard={m.dp_shard} " if m.dp_shard is not None else "")
-            + f"tp={m.tp} cp={m.cp} pp={m.pp}, "
-            f"ZeRO {plan.zero}, {plan.schedule} with {plan.microbatches} micro-batches of "
-            f"{c.batch}; "
-            f"{count:,} parameters in {c.dtype}, {self.tokens_per_step:,} tokens per step"
-            + (f"; starts from {source}" if source and not c.resume else "")
+            f"{ranks} ({self.session.where}), {outer}dp={m.dp} {shard}tp={m.tp} cp={m.cp} "
+            f"pp={m.pp}, ZeRO {plan.zero}, {plan.schedule} with {plan.microbatches} micro-batches "
+            f"of {c.batch}; {count:,} parameters in {c.dtype}, {self.tokens_per_step:,} tokens per "
+            "step"
+            + (f"; starts from {source}" if source else "")
             + (f"; resumed at step {self.step}" if c.resume else "")
         )
 
@@ -186,8 +166,8 @@ class Trainer:
     @property
     def over(self) -> bool:
         """True if all steps are done or the validation loss has stopped falling (`early_stop`)."""
-        c = self.config
-        return self.step >= c.steps or self.progress.stops_early(c.early_stop)
+        early = self.progress.stops_early(self.config.early_stop)
+        return early or self.step >= self.config.steps
 
     @property
     def _due(self) -> bool:
@@ -236,10 +216,12 @@ class Trainer:
         self._commit(now)
         self.step += 1
         self.progress.tokens += self.tokens_per_step
-        stale: Any = {"staleness": [*self.engine.staleness]}
-        row = {"step": self.step, "loss": loss, "grad_norm": None if overflow else norm,
-               "lr": now.lr, "tokens": self.progress.tokens,
-               **(stale if self.engine.passes.asynchronous else {})}  # fmt: skip
+        row: dict[str, Any] = {
+            "step": self.step, "loss": loss, "grad_norm": None if overflow else norm, "lr": now.lr,
+            "tokens": self.progress.tokens,
+        }  # fmt: skip
+        if self.engine.passes.asynchronous:
+            row["staleness"] = [*self.engine.staleness]
         began = max(now.began, self._read)
         self._made(row, began)
         row |= self.agreement.after_step(self.step)
@@ -281,8 +263,7 @@ class Trainer:
         return Begun(result, lr, began)
 
     def _wishes(self) -> float:
-        """The `interrupted` of `Engine.begin`: 1 to stop, plus 0.5 on rank 0 if save_minutes are
-        over."""
+        """The `interrupted` of `Engine.begin`: 1 to stop, plus 0.5 on rank 0 after save_minutes."""
         stops = self.interrupt.number is not None or self.saver.failed
         due = 0 < 60 * self.config.save_minutes <= time.monotonic() - self._saved
         return stops + 0.5 * (due and self.session.rank == 0 and not self.saver.busy)
@@ -348,7 +329,7 @@ class Trainer:
         Collective."""
         self.session.beat(self.step, "saving")
         optimizers = exchange(self.engine.optimizer.state(), self.mesh.group("outer"))
-        state = state_of(
+        state = resume.state_of(
             self.config, self.batches.train, self.progress,
             step=self.step, sequences_per_step=self.sequences_per_step,
             validation=self.batches.validation,
@@ -356,33 +337,31 @@ class Trainer:
         self._timely, self._saved = False, time.monotonic()
         if self.metrics is not None:
             self.metrics.flush()
+        c = self.config
         self.saver.save(
-            self.config.out / CHECKPOINTS,
-            self.step,
-            saved_tensors(self.engine),
+            c.out / CHECKPOINTS, self.step, saved_tensors(self.engine),
             config=dataclasses.asdict(self.model),
             state=state | {"optimizer": optimizers[0], "optimizers": optimizers},
-            mesh=dataclasses.asdict(self.session.mesh) | {"zero": self.config.plan.zero},
-            keep=self.config.keep,
-            spare=self.progress.best_step if self.config.early_stop else None,
-        )
+            mesh=dataclasses.asdict(self.session.mesh) | {"zero": c.plan.zero},
+            keep=c.keep, spare=self.progress.best_step if c.early_stop else None,
+        )  # fmt: skip
 
     def _resume(self) -> bool:
         """Restore the newest checkpoint if requested. Return True if there was one."""
         folder, group = self.config.out / CHECKPOINTS, self.mesh.group("world")
-        reader = open_run(folder, self.model, group, self.config.resume)
+        reader = resume.open_run(folder, self.model, group, self.config.resume)
         if reader is None:
             return False
-        check_run(reader, self.config, self.batches.train)
+        resume.check_run(reader, self.config, self.batches.train)
         versions = reader.state.get("asynchronous") is not None
         restore_tensors(self.engine, reader, versions=versions)
         of_replicas = reader.state.get("optimizers") or [reader.state["optimizer"]]
         self.engine.optimizer.load_state(of_replicas[self.mesh.index("outer")])
         self.step = reader.step
-        self.progress = progress_of(reader, self.model.seq_len)
+        self.progress = resume.progress_of(reader, self.model.seq_len)
         self.saver.path = reader.path
         if self.session.rank == 0:
-            differing = differences(
+            differing = resume.differences(
                 reader, self.config, self.sequences_per_step, self.batches.validation
             )
             if differing:
@@ -397,14 +376,13 @@ class Trainer:
     def _result(self, val_loss: float | None, rate: float) -> dict[str, Any]:
         """Sample, plot, and print. Return the fields of the last output line."""
         self.peak_memory = peak_memory(self.session.device, self.mesh)
-        text = None
-        if not self.stopped and self.config.sample:
+        text, plot, c = None, None, self.config
+        if not self.stopped and c.sample:
             self.session.beat(self.step, "sampling")
             text = self._sample_text()
-        plot, c = None, self.config
         if self.metrics is not None:
             if self.stopped:
-                say(saved_line(self.step))
+                say(resume.saved_line(self.step))
             plot = self.metrics.plot()
             self.metrics.close()
             if text is not None:

@@ -117,19 +117,11 @@ class Pipeline(Sharded):
     """
 
     def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        mesh: ConnectedMesh,
-        *,
-        loss: Callable[[Tensor, Tensor], Tensor],
-        schedule: str = "1f1b",
-        microbatches: int = 1,
-        zero: int = 0,
-        rule: Rule | None = None,
-        clip: float | None = None,
-        recompute: bool = False,
-        timeout: float = 300.0,
-    ) -> None:
+        self, modules: Sequence[nn.Module], mesh: ConnectedMesh, *,
+        loss: Callable[[Tensor, Tensor], Tensor], schedule: str = "1f1b", microbatches: int = 1,
+        zero: int = 0, rule: Rule | None = None, clip: float | None = None,
+        recompute: bool = False, timeout: float = 300.0,
+    ) -> None:  # fmt: skip
         mesh = connected(mesh)
         if mesh.size("outer") > 1:
             raise ValueError(f"Pipeline needs outer = 1, got {mesh.size('outer')}")
@@ -154,20 +146,14 @@ class Pipeline(Sharded):
         units = (unit for stage in self.stages.values() for unit in stage.units)
         super().__init__(units, mesh, rule, clip)
         self._guard(self.modules)
-        self._transport = Distributed(
-            self._lists, mesh.group("pp"), device=self.device, timeout=timeout
-        )
+        group = mesh.group("pp")
+        self._transport = Distributed(self._lists, group, device=self.device, timeout=timeout)
         self._shape: torch.Size | None = None  # of a micro-batch's inputs
 
     def _segments(
-        self,
-        stage: int,
-        module: nn.Module,
-        stages: int,
-        mesh: ConnectedMesh,
-        zero: int,
+        self, stage: int, module: nn.Module, stages: int, mesh: ConnectedMesh, zero: int,
         recompute: bool,
-    ) -> list[Segment]:
+    ) -> list[Segment]:  # fmt: skip
         """Return the chain of a stage: one segment for each block."""
         blocks, segments = _blocks_of(module), []
         for number, block in enumerate(blocks):
@@ -177,26 +163,19 @@ class Pipeline(Sharded):
                 records = collect_records(child, prefix=path)
                 for full, p in child.named_parameters(prefix=path):
                     named.setdefault(p, records[full])
-            ends = (stage, number) == (stages - 1, len(blocks) - 1)
-            path = ".".join(filter(None, (str(stage), block[0][0])))
-            children = [child for _, child in block]
-            if stage + number == 0 and not any(p.requires_grad for p in named):
+            first, last = stage + number == 0, (stage, number) == (stages - 1, len(blocks) - 1)
+            if first and not any(p.requires_grad for p in named):
                 raise ValueError("stage 0 has no parameter that requires a gradient")
-            run = partial(self._run, path, children, stage + number == 0, ends, recompute)
+            path = ".".join(filter(None, (str(stage), block[0][0])))
+            run = partial(self._run, path, [child for _, child in block], first, last, recompute)
             units = make_units(path, [(record, p) for p, record in named.items()], mesh, zero)
             segments.append(Segment(path, run, units))
         return segments
 
     def _run(
-        self,
-        path: str,
-        children: Sequence[nn.Module],
-        first: bool,
-        last: bool,
-        recompute: bool,
-        x: Tensor | None,
-        batch: _Batch,
-    ) -> Output:
+        self, path: str, children: Sequence[nn.Module], first: bool, last: bool, recompute: bool,
+        x: Tensor | None, batch: _Batch,
+    ) -> Output:  # fmt: skip
         """Run a block: the first of all reads the inputs, the last of all returns the loss."""
         call = partial(_chain, path, children)
         given = batch.inputs if first else x
@@ -257,11 +236,9 @@ class Pipeline(Sharded):
                     losses.extend(found.values())
                     return x
 
-                relay(forward, self.stages, self._rank_of, self.mesh.group("pp"), self._like)
+                group = self.mesh.group("pp")
+                relay(forward, self.stages, self._rank_of, group, lambda n: self.stages[n].message)
         return self._mean(losses)
-
-    def _like(self, number: int) -> Like:
-        return self.stages[number].input_like(0)
 
     def _arrive(self) -> None:
         """Update the parameters once the gradients of all stages of this rank are complete."""
@@ -281,8 +258,7 @@ class Pipeline(Sharded):
             total += loss
         total /= self.microbatches * self.mesh.size("data")
         for axis in ("data", "pp"):
-            group = self.mesh.group(axis)
-            if group is not None:
+            if (group := self.mesh.group(axis)) is not None:
                 dist.all_reduce(total, group=group)
         return total
 
@@ -297,10 +273,10 @@ class Pipeline(Sharded):
                 f"along dim 0, divisible by microbatches = {m}"
             )
         batches = [_Batch(*pair) for pair in zip(inputs.chunk(m), targets.chunk(m), strict=True)]
-        if self._shape not in (None, batches[0].inputs.shape):
+        if self._shape not in (None, found := batches[0].inputs.shape):
             raise ValueError(
                 f"expected micro-batches of shape {tuple(self._shape)}, as in the first step, got "
-                f"{tuple(batches[0].inputs.shape)}"
+                f"{tuple(found)}"
             )
         return batches
 
@@ -314,8 +290,7 @@ class Pipeline(Sharded):
         with in_mode(self.modules, training=False), torch.random.fork_rng(devices):
             for number, rank in enumerate(self._rank_of):
                 made = None
-                if number in self.stages:
-                    stage = self.stages[number]
+                if (stage := self.stages.get(number)) is not None:
                     stage.message = like
                     shape, dtype, device = like or ((), torch.float32, self.device)
                     x = torch.zeros(shape, dtype=dtype, device=device) if number else None
@@ -334,11 +309,8 @@ class Pipeline(Sharded):
 
 
 def _lists_of(name: str, stages: int, ranks: int, microbatches: int) -> schedules.Schedule:
-    """Return the lists of a step, with reductions, messages, and updates.
-
-    Raises:
-        ValueError: no such schedule, an asynchronous one, or one that does not fit.
-    """
+    """Return the lists of a step, with reductions, messages, and updates. Raises ValueError if
+    there is no such schedule, it is asynchronous, or it does not fit."""
     if not stages or stages % ranks:
         raise ValueError(
             f"the number of modules ({stages}) must be a positive multiple of pp = {ranks}"
@@ -350,8 +322,7 @@ def _lists_of(name: str, stages: int, ranks: int, microbatches: int) -> schedule
             f"one of {', '.join(known)}"
         )
     family = schedules.find_family(name, known)
-    if family.chunks is not None and stages != family.chunks * ranks:
-        needed = family.chunks * ranks
+    if family.chunks is not None and stages != (needed := family.chunks * ranks):
         raise ValueError(f"schedule {name} needs {needed} modules on pp = {ranks}, got {stages}")
     lists = family.make(ranks, microbatches, stages // ranks)
     lists = schedules.with_update(schedules.with_reduce(schedules.with_comm(lists)))

@@ -53,25 +53,15 @@ def share_buffers(module: nn.Module, mesh: ConnectedMesh) -> None:
 
 
 class Sharded:
-    """Units of this rank with their optimizer.
+    """The ZeRO units of this rank, in the same order on all ranks of a stage, with their optimizer.
 
-    Args:
-        units: the ZeRO units, in the same order on all ranks of a stage.
-        mesh: the connected mesh.
-        rule: the update rule.
-        clip: the largest global gradient norm, or None.
-        divisor: gradients are divided by it: a mean over data ranks instead of a sum.
+    Gradients are divided by `divisor`: a mean over data ranks instead of a sum.
     """
 
     def __init__(
-        self,
-        units: Iterable[Unit],
-        mesh: ConnectedMesh,
-        rule: Rule,
-        clip: float | None,
-        *,
+        self, units: Iterable[Unit], mesh: ConnectedMesh, rule: Rule, clip: float | None, *,
         divisor: int = 1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.units, self.mesh = list(units), mesh
         if not self.units:
             raise ValueError(f"rank {mesh.rank} has no parameter that requires a gradient")

@@ -40,13 +40,9 @@ class _Visit:
 
 
 class _Wrapped:
-    """A module whose parameters are gathered, and whose gradients are reduced, together.
-
-    Args:
-        zero: the owner.
-        module: the block, or the whole model for the root's parameters.
-        units: its ZeRO units.
-        is_root: the parameters stay gathered from the model's forward to the end of its backward.
+    """A module whose parameters are gathered, and whose gradients are reduced, together: a block of
+    `zero`, or with `is_root` the whole model for the root's parameters, which stay gathered from
+    the model's forward to the end of its backward.
 
     Attributes:
         following: the block after it in the last forward.
@@ -128,7 +124,7 @@ class _Wrapped:
         outputs += [base for base in bases if base.grad_fn is not None]
         if self._is_root:
             if outputs:
-                register_multi_grad_hook(outputs, self._before_root, mode="any")
+                register_multi_grad_hook(outputs, lambda _: self.before_backward(), mode="any")
             return
         if outputs:
             self.calls += 1
@@ -137,9 +133,6 @@ class _Wrapped:
         self.free()
 
     # ------------------------------------------------------------------ backward
-
-    def _before_root(self, gradient: Tensor) -> None:
-        self.before_backward()
 
     def _begin_visit(self, visit: _Visit, gradient: Tensor) -> None:
         self._open.add(visit)
@@ -220,16 +213,9 @@ class Zero(Sharded):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        mesh: ConnectedMesh,
-        *,
-        stage: int = 3,
-        rule: Rule | None = None,
-        blocks: Iterable[nn.Module] | None = None,
-        clip: float | None = None,
-        microbatches: int = 1,
-    ) -> None:
+        self, model: nn.Module, mesh: ConnectedMesh, *, stage: int = 3, rule: Rule | None = None,
+        blocks: Iterable[nn.Module] | None = None, clip: float | None = None, microbatches: int = 1,
+    ) -> None:  # fmt: skip
         mesh = connected(mesh)
         chosen = list(dict.fromkeys(_lists_in(model) if blocks is None else blocks))
         _check_zero(model, mesh, chosen, microbatches)
@@ -287,7 +273,6 @@ class Zero(Sharded):
         return norm
 
     def _reset(self) -> None:
-        """Expect the gradients of another step."""
         self._backwards = 0
         for block in (self._root, *self._blocks):
             block.calls = 0
@@ -405,12 +390,8 @@ def _shared(model: nn.Module, blocks: list[nn.Module]) -> set[nn.Parameter]:
     """Return the parameters that several blocks, or a block and the rest of the model, hold."""
     users = Counter(p for block in blocks for p in block.parameters())
     inside = {module for block in blocks for module in block.modules()}
-    outside = {
-        p
-        for module in model.modules()
-        if module not in inside
-        for p in module.parameters(recurse=False)
-    }
+    others = (module for module in model.modules() if module not in inside)
+    outside = {p for module in others for p in module.parameters(recurse=False)}
     return {p for p, count in users.items() if count > 1 or p in outside}
 
 

@@ -54,10 +54,9 @@ def collectives_rank(config: CollectivesConfig, port: int | None = None) -> list
                         _check(name, x, config.ranks)
                     else:
                         found[name].append(seconds)
-            rows += [
-                {"algorithm": name, "elements": n, "seconds": statistics.median(times)}
-                for name, times in found.items()
-            ]
+            for name, times in found.items():
+                seconds = statistics.median(times)
+                rows.append({"algorithm": name, "elements": n, "seconds": seconds})
         session.close()
     return rows
 
@@ -87,10 +86,8 @@ def summarised(config: CollectivesConfig, measured: list[Row]) -> Row:
     """Add rounds, bytes, and predicted seconds to the measured rows, and fit the network."""
     algorithms, ranks = all_reduces(config.ranks, config.node), config.ranks
     ours = [row for row in measured if row["algorithm"] in algorithms]
-    network = fit(
-        [terms(algorithms[row["algorithm"]], ranks, row["elements"]) for row in ours],
-        [row["seconds"] for row in ours],
-    )
+    factors = [terms(algorithms[row["algorithm"]], ranks, row["elements"]) for row in ours]
+    network = fit(factors, [row["seconds"] for row in ours])
     rows = []
     for row in measured:
         row = {**row, "bytes": 4 * row["elements"]}
@@ -154,7 +151,7 @@ def plot(found: Row, path: Path) -> None:
 
 
 def run(config: CollectivesConfig, processes: Processes | None = None) -> None:
-    """Run ``warpweave collectives``, in `processes` if they were prepared early."""
+    """Run ``warpweave collectives``."""
     with refusing(ValueError, OSError):
         if under_torchrun():
             raise ValueError("collectives starts its own ranks; run it without torchrun")

@@ -19,13 +19,8 @@ def terms(algorithm: Algorithm, ranks: int, n: int) -> list[float]:
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Network:
-    """The network with nonnegative constants that predicts `seconds` with the smallest sum of
-    squared relative errors.
-
-    Args:
-        rows: the `terms` of every measured collective.
-        seconds: the measured times.
-    """
+    """The network with nonnegative constants that predicts the measured `seconds` of collectives
+    with these `terms` in `rows` with the smallest sum of squared relative errors."""
     weighted = np.array(rows) / np.array(seconds)[:, None]  # predicted / measured, unit networks
     best, least = np.zeros(3), np.inf
     for count in (1, 2, 3):  # the best of all unconstrained fits without negative constants

@@ -34,15 +34,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a check.
-
-    Attributes:
-        name, against: those of the check.
-        passed: None if there was no time left to start it.
-        error, limit: None if it raised an exception or was not started.
-        seconds: its run time.
-        said: details in words, or the exception.
-    """
+    """The result of a check. `passed` is None if there was no time left to start it. `error` and
+    `limit` are None if it raised an exception or was not started. `seconds` is its run time, and
+    `said` has details in words, or the exception."""
 
     name: str
     against: str
@@ -79,10 +73,10 @@ def run(checks: Iterable[Check], until: float) -> Iterator[Verdict]:
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """max|actual - expected| / max|expected|; infinite for NaN or if the shapes differ."""
     if actual.shape != expected.shape:
-        return float("inf")
+        return math.inf
     difference = (actual.double() - expected.double()).abs().max().item()
     error = difference / (expected.double().abs().max().item() or 1.0)
-    return error if error == error else float("inf")
+    return math.inf if math.isnan(error) else error
 
 
 def within_budget(actual: Tensor, plain: Tensor, truth: Tensor, terms: int = 1) -> Measured:

@@ -218,25 +218,17 @@ def _collective(name: str, device: torch.device, group: dist.ProcessGroup) -> Me
         return (whole + rank).float()
 
     total = (whole * ranks + ranks * (ranks - 1) // 2).float()
-    before = (rank - 1) % ranks
+    before, after, part = (rank - 1) % ranks, (rank + 1) % ranks, (ranks - 1) / ranks
     run, right, share = {
-        "all-reduce": (lambda x: start_all_reduce_(x, group), total, 2 * (ranks - 1) / ranks),
-        "all-gather": (
-            lambda x: start_all_gather(x.chunk(ranks)[rank], group),
-            torch.cat([of(r).chunk(ranks)[r] for r in range(ranks)]),
-            (ranks - 1) / ranks,
-        ),
-        "reduce-scatter": (
-            lambda x: start_reduce_scatter(x, group),
-            total.chunk(ranks)[rank],
-            (ranks - 1) / ranks,
-        ),
+        "all-reduce": (lambda x: start_all_reduce_(x, group), total, 2 * part),
+        "all-gather": (lambda x: start_all_gather(x.chunk(ranks)[rank], group),
+                       torch.cat([of(r).chunk(ranks)[r] for r in range(ranks)]), part),
+        "reduce-scatter": (lambda x: start_reduce_scatter(x, group),
+                           total.chunk(ranks)[rank], part),
         "send and receive": (
-            lambda x: start_exchange(x, torch.empty_like(x), (rank + 1) % ranks, before, group),
-            of(before),
-            1.0,
+            lambda x: start_exchange(x, torch.empty_like(x), after, before, group), of(before), 1.0,
         ),
-    }[name]
+    }[name]  # fmt: skip
     for _ in range(3):  # the first one creates the communicator
         x = of(rank)
         drain(device)

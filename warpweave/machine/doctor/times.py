@@ -7,7 +7,7 @@ flushed before each (`tune.timing`). Results are not compared here; `kernels` an
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -23,10 +23,10 @@ from warpweave.kernels.gemm import gemm
 from warpweave.kernels.linear_cross_entropy import linear_cross_entropy
 from warpweave.kernels.mlp import mlp
 from warpweave.kernels.norm import rms_norm
+from warpweave.machine.tune.calls import Calls
 from warpweave.machine.tune.timing import Timer, interleave
 
 OURS, BY = "warpweave", {"impl": "triton"}
-Calls = dict[str, Callable[[], object]]
 
 
 class LayerSizes(NamedTuple):

@@ -35,8 +35,7 @@ class Compiled:
     """The compiled kernel of one launch.
 
     Attributes:
-        kernel: its name.
-        programs: number of programs in the launch's grid.
+        kernel, programs: its name, and the number of programs in the launch's grid.
         constants: the launch's numbers and flags by argument name, including tile sizes.
         num_warps, registers (per thread), shared (bytes).
         stack: bytes, including spills.
@@ -140,15 +139,11 @@ def _replace(old: dict[str, Any], new: dict[str, Any]) -> None:
 def _driver(part: Device, target: Any) -> Any:
     """Make a driver that only names a target. Each target is a separate device, as Triton caches
     by device."""
+    properties = {"max_shared_mem": part.block_shared, "multiprocessor_count": part.processors}
 
     class Utils:
         load_binary = staticmethod(lambda name, kernel, shared, device: (1, 1, 128, 0, 1024))
-        get_device_properties = staticmethod(
-            lambda device=0: {
-                "max_shared_mem": part.block_shared,
-                "multiprocessor_count": part.processors,
-            }
-        )
+        get_device_properties = staticmethod(lambda device=0: properties)
 
     class Driver:
         utils = Utils
@@ -165,25 +160,16 @@ def _driver(part: Device, target: Any) -> Any:
 
 
 def _compiled(part: Device, name: str, kernel: Any, grid: Any, arguments: Any) -> Compiled:
-    usage, warps = _resources(kernel.asm["cubin"]), kernel.metadata.num_warps
-    registers, shared = usage["REG"], kernel.metadata.shared
+    text = run_tool("cuobjdump", "--dump-resource-usage", cubin=kernel.asm["cubin"])
+    usage = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    warps, registers, shared = kernel.metadata.num_warps, usage["REG"], kernel.metadata.shared
     return Compiled(
-        kernel=name,
-        programs=prod(grid) if isinstance(grid, tuple) else 0,
+        kernel=name, programs=prod(grid) if isinstance(grid, tuple) else 0,
         constants={n: v for n, v in arguments.items() if isinstance(v, (bool, int, float))},
-        num_warps=warps,
-        registers=registers,
-        stack=usage["STACK"] + usage["LOCAL"],
-        shared=shared,
-        occupancy=occupancy(part, warps=warps, registers=registers, shared=shared),
-        asm=kernel.asm,
+        num_warps=warps, registers=registers, stack=usage["STACK"] + usage["LOCAL"], shared=shared,
+        occupancy=occupancy(part, warps=warps, registers=registers, shared=shared), asm=kernel.asm,
         log=getattr(kernel, "ptxas_log", ""),
-    )
-
-
-def _resources(cubin: bytes) -> dict[str, int]:
-    text = run_tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
-    return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    )  # fmt: skip
 
 
 def run_tool(tool: str, *options: str, cubin: bytes) -> str:

@@ -27,17 +27,14 @@ TOKENS, WIDTH = 8192, 4096
 Make = Callable[..., torch.Tensor]
 """make(*sizes, dtype=...): a tensor of arbitrary floats."""
 Call = Callable[[], tuple[torch.Tensor, ...]]
+Calls = dict[str, Callable[[], object]]
+"""Calls by name."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One row of the tile table.
-
-    Attributes:
-        kernel: one of `tile_table.KERNELS`.
-        dtype: "bf16", "fp32", or "fp64"; its element size selects the tiles.
-        kind: a head dim, or a kind of product.
-    """
+    """One row of the tile table: one of `tile_table.KERNELS`, a dtype ("bf16", "fp32", or "fp64"),
+    whose element size selects the tiles, and a head dim or a kind of product."""
 
     kernel: str
     dtype: str
@@ -98,15 +95,10 @@ def timed_call(problem: Problem, make: Make, tokens: int = TOKENS, width: int = 
     return lambda: attention.attention_bwd(do, q, k, k, lse, delta, impl="triton")
 
 
-def other_calls(
-    problem: Problem, make: Make, tokens: int = TOKENS, width: int = WIDTH
-) -> dict[str, Callable[[], object]]:
+def other_calls(problem: Problem, make: Make, tokens: int = TOKENS, width: int = WIDTH) -> Calls:
     """Calls by name that use the same tile but keep different values in registers."""
     others = _other_products if problem.kernel == "gemm" else _other_attention
     return others(problem, make, tokens, width)
-
-
-# ---------------------------------------------------------------- attention
 
 
 def _attention_inputs(
@@ -114,14 +106,11 @@ def _attention_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Make q[2, S, H, D], k[2, S, H / 4, D], and rows[2, H, S], shaped as lse and delta."""
     D, S, kv = problem.head_dim, tokens // 2, max(1, width // problem.head_dim // 4)
-    q = make(2, S, 4 * kv, D, dtype=problem.torch_dtype)
-    k = make(2, S, kv, D, dtype=problem.torch_dtype)
+    q, k = (make(2, S, heads, D, dtype=problem.torch_dtype) for heads in (4 * kv, kv))
     return q, k, make(2, 4 * kv, S, dtype=compute_dtype(q))
 
 
-def _other_attention(
-    problem: Problem, make: Make, tokens: int, width: int
-) -> dict[str, Callable[[], object]]:
+def _other_attention(problem: Problem, make: Make, tokens: int, width: int) -> Calls:
     q, k, rows = _attention_inputs(problem, make, tokens, width)
     o, dk = (make(*x.shape, dtype=rows.dtype) for x in (q, k))
     forward = problem.kernel == "attention_fwd"
@@ -140,9 +129,6 @@ def _other_attention(
         return attention.attention_bwd(q, q, k, k, rows, rows, impl="triton", **more)
 
     return {name: partial(call, more) for name, more in options.items()}
-
-
-# ---------------------------------------------------------------- products
 
 
 def _timed_product(problem: Problem, make: Make, tokens: int, width: int) -> Call:
@@ -167,14 +153,10 @@ def _timed_product(problem: Problem, make: Make, tokens: int, width: int) -> Cal
     return both
 
 
-def _other_products(
-    problem: Problem, make: Make, tokens: int, width: int
-) -> dict[str, Callable[[], object]]:
-    """Calls of the other products by name.
-
-    A heavy product's tile serves the products that `mainloop.find_tile` selects; a large one's, all
-    other epilogues; a small one's, everything, including sizes that are multiples of nothing."""
-    found: dict[str, Callable[[], object]] = {}
+def _other_products(problem: Problem, make: Make, tokens: int, width: int) -> Calls:
+    """A heavy product's tile serves the products that `mainloop.find_tile` selects. A large one's
+    serves all other epilogues, and a small one's everything, including odd sizes."""
+    found: Calls = {}
     if problem.kind != "large":
         found |= _heavy_products(problem.torch_dtype, make, tokens, width)
         found |= _slopes(problem.torch_dtype, make, tokens, width, want_hidden=False)
@@ -190,9 +172,7 @@ def _other_products(
     return found
 
 
-def _heavy_products(
-    dtype: torch.dtype, make: Make, T: int, E: int
-) -> dict[str, Callable[[], object]]:
+def _heavy_products(dtype: torch.dtype, make: Make, T: int, E: int) -> Calls:
     F = E * 7 // 2
     x, up, bias, row = (make(*s, dtype=dtype) for s in ((T, E), (2 * F, E), (2 * F,), (T, F)))
     out = make(E, F, dtype=compute_dtype(x))
@@ -205,9 +185,7 @@ def _heavy_products(
     }
 
 
-def _slopes(
-    dtype: torch.dtype, make: Make, T: int, E: int, *, want_hidden: bool
-) -> dict[str, Callable[[], object]]:
+def _slopes(dtype: torch.dtype, make: Make, T: int, E: int, *, want_hidden: bool) -> Calls:
     F = E * 7 // 2
     x, down, row = (make(*s, dtype=dtype) for s in ((T, E), (E, F), (T, F)))
     wide = make(T, 2 * F, dtype=dtype)
@@ -220,13 +198,13 @@ def _slopes(
 
     kind = "gradient and value of" if want_hidden else "gradient of"
     names = ("gelu", "gelu_erf", "relu2", "swiglu", "geglu")
-    found: dict[str, Callable[[], object]] = {f"{kind} {n}": partial(slope, n) for n in names}
+    found: Calls = {f"{kind} {n}": partial(slope, n) for n in names}
     if dtype == torch.float32:
         found |= {f"{kind} gelu in {p}": partial(slope, "gelu", p) for p in ("tf32", "tf32x3")}
     return found
 
 
-def _epilogues(dtype: torch.dtype, make: Make, T: int, E: int) -> dict[str, Callable[[], object]]:
+def _epilogues(dtype: torch.dtype, make: Make, T: int, E: int) -> Calls:
     F, D = E * 7 // 2, min(128, E // 4)
     x, up, bias, row = (make(*s, dtype=dtype) for s in ((T, E), (2 * F, E), (2 * F,), (T, F)))
     kv = E // D // 4
@@ -238,7 +216,7 @@ def _epilogues(dtype: torch.dtype, make: Make, T: int, E: int) -> dict[str, Call
             activation=name, save_z=name is not None, precision=precision, impl="triton",
         )  # fmt: skip
 
-    found: dict[str, Callable[[], object]] = {
+    found: Calls = {
         "swiglu": lambda: gemm.fused_gemm(
             x, up.t(), bias, activation="swiglu", save_z=True, residual=row, impl="triton"
         ),

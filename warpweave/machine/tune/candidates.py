@@ -18,16 +18,11 @@ from warpweave.kernels.runtime.tiles import pinned
 from warpweave.machine.tune.aot import Compiled, compiling
 from warpweave.machine.tune.calls import Problem, other_calls, timed_call
 
-# ---------------------------------------------------------------- candidates
-
 
 def candidates(problem: Problem, part: Device, steps: int) -> list[Tile]:
     """The shipped tile, then tiles up to `steps` steps from it that could fit, nearest first."""
-    found = [problem.shipped(part.arch)]
-    for tile in around(found[0], steps):
-        if could_fit(problem, tile, part):
-            found.append(tile)
-    return found
+    shipped = problem.shipped(part.arch)
+    return [shipped] + [tile for tile in around(shipped, steps) if could_fit(problem, tile, part)]
 
 
 def around(tile: Tile, steps: int) -> list[Tile]:
@@ -65,16 +60,12 @@ def could_fit(problem: Problem, tile: Tile, part: Device) -> bool:
         step, held = (tile.m + tile.n) * tile.k, tile.m * tile.n
     else:
         D = max(16, 1 << (problem.head_dim - 1).bit_length())
-        fixed, moving = tile.q, tile.k
-        sums = 1
+        fixed, moving, sums = tile.q, tile.k, 1
         if problem.kernel == "attention_dkdv":
             fixed, moving, sums = tile.k, tile.q, 2
         step, held = 2 * moving * D, sums * fixed * D + fixed * moving
     shared = max(1, tile.stages - 1) * step * size
     return shared <= part.block_shared and held * wide <= 255 * 32 * tile.warps
-
-
-# ---------------------------------------------------------------- compiled
 
 
 def compile_tile(target: str, problem: Problem, tile: Tile) -> list[Compiled] | str:

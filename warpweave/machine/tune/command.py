@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from warpweave.cli.messages import refusing
 from warpweave.kernels.devices import TARGETS
@@ -35,20 +35,12 @@ def cuda_bench() -> Bench:
 
     def call(problem: Problem) -> Call:
         generator = torch.Generator(device).manual_seed(0)
-
-        def make(*sizes: int, dtype: torch.dtype) -> Tensor:
-            return torch.randn(sizes, dtype=dtype, device=device, generator=generator)
-
-        return timed_call(problem, make)
+        return timed_call(problem, partial(torch.randn, device=device, generator=generator))
 
     return Bench(
-        tiles.device_name(device),
-        TARGETS[target],
-        CudaTimer(device),
-        lambda problem, tile: compile_tile(target, problem, tile),
-        lambda problem, tile: first_fault(target, problem, tile),
-        call,
-    )
+        tiles.device_name(device), TARGETS[target], CudaTimer(device),
+        partial(compile_tile, target), partial(first_fault, target), call,
+    )  # fmt: skip
 
 
 def tune_here(config: TuneConfig, make_bench: Callable[[], Bench] = cuda_bench) -> dict[str, Any]:
@@ -82,9 +74,7 @@ def dry_run(config: TuneConfig) -> dict[str, Any]:
         if time.perf_counter() - began > config.minutes * 60:
             left_out.append(str(problem))
             continue
-        compiled = fitting(
-            problem, part, lambda p, tile: compile_tile(config.target, p, tile), config.steps
-        )
+        compiled = fitting(problem, part, partial(compile_tile, config.target), config.steps)
         for number, (tile, kernels) in enumerate(compiled.items()):
             worst = {name: of(getattr(k, name) for k in kernels) for name, of in _WORST.items()}
             figures = "  ".join(f"{name} {value:6}" for name, value in worst.items())

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf, isnan
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -35,11 +36,9 @@ TOLERANCES = {"bf16": 2**-6, "fp32": 2e-5, "fp64": 1e-12}
 
 @dataclass(frozen=True)
 class Bench:
-    """A device to tune on.
+    """A device to tune on: its exact name, its resources, and what it does.
 
     Attributes:
-        device: its exact name.
-        part: its resources.
         timer: times a call.
         compile: compiles a problem's timed call with a tile; returns the kernels or the error.
         first_fault: the first problem with a tile in a problem's other calls, or "".
@@ -82,9 +81,6 @@ class SearchReport:
 def short(tile: Tile) -> str:
     """A tile's sizes in one line."""
     return " ".join(f"{name}={value}" for name, value in tile._asdict().items())
-
-
-# ---------------------------------------------------------------- one row
 
 
 def fitting(
@@ -139,7 +135,7 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     error = (actual.double() - expected.double()).norm().item()
     scale = expected.double().norm().item()
     error = error / scale if scale else error
-    return error if error == error else float("inf")
+    return inf if isnan(error) else error
 
 
 def best(problem: Problem, found: Sequence[Tile], bench: Bench) -> tuple[Tile, float, float]:
@@ -180,9 +176,6 @@ def _under(problem: Problem, tile: Tile, call: Call) -> Call:
             return call()
 
     return run
-
-
-# ---------------------------------------------------------------- all of them
 
 
 def tune(

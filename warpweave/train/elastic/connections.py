@@ -26,7 +26,7 @@ class Connections:
     """The connections that this process opens between `open` and `complete`."""
 
     def __init__(self) -> None:
-        self._before, self._ours = _sockets(), set[tuple[int, int]]()
+        self.open()
 
     def open(self) -> None:
         """Count new connections as the next generation's from now on."""
@@ -43,7 +43,8 @@ class Connections:
         ours = self._ours or _sockets() - self._before
         for number, inode in ours:
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
-                if os.fstat(end.fileno()).st_ino == inode and not _listens(end):
+                listens = end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if os.fstat(end.fileno()).st_ino == inode and not listens:
                     end.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:
@@ -52,10 +53,6 @@ class Connections:
         gc.collect()  # objects built on the groups keep them and their threads alive in cycles
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _listens(end: socket.socket) -> bool:
-    return bool(end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _sockets() -> set[tuple[int, int]]:

@@ -44,8 +44,7 @@ class Generation:
     """The replicas that train together until the next generation.
 
     Attributes:
-        number: counted from 1.
-        port: the port of the store that its ranks connect through.
+        number, port: counted from 1, and the port of the store that its ranks connect through.
         members: replica -> how often it was started before.
         change: the replicas that left or joined and the reason, in words.
         lost: a replica has left, so nothing in the previous generation can be waited for.
@@ -80,19 +79,13 @@ class Member:
         seat: the rank's place.
         start: how often its replica was started before.
         close: closes the connections of this rank's generation; called from a thread, but not
-            while `updating` is held.
+            while `updating` is held, which it is while the weights change.
 
-    Attributes:
-        current: the generation that this rank is in.
-        updating: held while the weights change.
+    `current` is the generation that this rank is in.
     """
 
     def __init__(
-        self,
-        connect: Callable[[], dist.Store],
-        seat: Seat,
-        start: int,
-        close: Callable[[], object],
+        self, connect: Callable[[], dist.Store], seat: Seat, start: int, close: Callable[[], object]
     ) -> None:
         self.seat, self._start, self._close = seat, start, close
         self.current = self.latest = Generation(0, 0, {})

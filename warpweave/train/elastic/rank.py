@@ -74,13 +74,9 @@ class _Rank:
     connections: Connections
 
     def train(
-        self,
-        generation: Generation,
-        store: dist.Store,
-        device: torch.device,
-        own: dict,
+        self, generation: Generation, store: dist.Store, device: torch.device, own: dict,
         carried: Carried,
-    ) -> Carried:
+    ) -> Carried:  # fmt: skip
         """Train in a generation. Return the state, or end the process if the run is over."""
         mesh, rank = self.member.seat.among(generation.replicas)
         limit = self.config.timeout
@@ -104,11 +100,7 @@ class _Rank:
         leave(128 + (self.interrupt.number or signal.SIGTERM) if stopped else 0)
 
     def _run(self, trainer: ElasticTrainer) -> bool:
-        """Train to the end of the run.
-
-        Raises:
-            Regroup: the generation ended first.
-        """
+        """Train to the end of the run. Raises `Regroup` if the generation ends first."""
         self.connections.complete()
         self.member.settle()
         if trainer.session.rank == 0:

@@ -35,10 +35,7 @@ _DONE = (0, *(128 + number for number in STOPS))  # exit codes of ranks that fin
 
 def run(config: TrainConfig, processes: Processes | None = None) -> None:
     """Start the ranks, and supervise them until the run ends (`supervise` says how it exits).
-
-    Raises:
-        ValueError: the options do not allow an elastic run.
-    """
+    Raises ValueError if the options do not allow an elastic run."""
     replica_width(config)
     backend = choose_backend(config.mesh.world, BACKENDS.get(config.device))
     with environment(**told_ranks(backend)):
@@ -46,12 +43,8 @@ def run(config: TrainConfig, processes: Processes | None = None) -> None:
 
 
 class _Replica:
-    """The processes of a replica.
-
-    Attributes:
-        ranks: the replica's ranks in the whole run.
-        start: how often it was started before; -1 before the first start.
-    """
+    """The processes of a replica, whose `ranks` are those in the whole run. It was started `start`
+    times before; -1 before the first start."""
 
     def __init__(self, ranks: list[int]) -> None:
         self.ranks, self.start = ranks, -1
@@ -59,19 +52,13 @@ class _Replica:
 
     def bad_end(self) -> End | None:
         """The end of a rank that has died, or None."""
-        for rank, process in self.processes.items():
-            if process.exitcode not in (None, *_DONE):
-                return End(rank, process.exitcode)
-        return None
+        codes = {rank: process.exitcode for rank, process in self.processes.items()}
+        return next((End(r, code) for r, code in codes.items() if code not in (None, *_DONE)), None)
 
     @property
     def ended(self) -> bool:
         """True if all of its ranks have ended."""
         return all(process.exitcode is not None for process in self.processes.values())
-
-    def kill(self) -> None:
-        """Kill its processes."""
-        end(self.processes.values())
 
 
 class Keeper:
@@ -81,10 +68,8 @@ class Keeper:
         self.config, self.store, self.processes = config, keep_store(), processes
         width = replica_width(config)
         self.seats = [Seat(config.mesh, width, r) for r in range(config.mesh.world)]
-        self.replicas = [
-            _Replica([s.rank for s in self.seats if s.replica == number])
-            for number in range(config.mesh.dp // width)
-        ]
+        ranks = range(config.mesh.dp // width)
+        self.replicas = [_Replica([s.rank for s in self.seats if s.replica == n]) for n in ranks]
         self.current = Generation(0, 0, {})
         self.stores = [self.store, self.store]  # of the last two generations
         self._begun = False  # a generation has trained
@@ -92,7 +77,7 @@ class Keeper:
         self._complained = 0.0  # when the generation's first connection failed
 
     def run(self) -> None:
-        """Supervise the ranks until the run ends."""
+        """Supervise the processes until the run ends."""
         supervise(self.processes, self.start, self.watch)
 
     def start(self) -> None:
@@ -101,7 +86,6 @@ class Keeper:
             self._start(number)
 
     def _start(self, number: int) -> None:
-        """Start the ranks of a replica."""
         replica = self.replicas[number]
         replica.start += 1
         for rank in replica.ranks:
@@ -116,7 +100,7 @@ class Keeper:
         if any(p.exitcode in _DONE for r in members for p in r.processes.values()):
             return self._finish(members)  # a rank ends only after all of them have finished
         self._end_hung()
-        lost = {n: end for n, r in enumerate(self.replicas) if (end := r.bad_end())}
+        lost = {n: died for n, r in enumerate(self.replicas) if (died := r.bad_end())}
         count = self.store.add(f"settled/{self.current.number}", 0)
         settled = count == sum(len(replica.ranks) for replica in members)
         self._begun |= settled and bool(members)
@@ -166,14 +150,14 @@ class Keeper:
 
         Returns the exit code if no replica can continue.
         """
-        code = max(end.code for end in lost.values())
+        code = max(died.code for died in lost.values())
         if code == REFUSED or self.store.check(["over"]):
             return max(code, 1)
-        causes = [f"replica {number} left: {self._why(end)}" for number, end in lost.items()]
+        causes = [f"replica {number} left: {self._why(died)}" for number, died in lost.items()]
         left = {n: s for n, s in self.current.members.items() if n not in lost}
         of_run = lost.keys() & self.current.members.keys()
         for number in lost:
-            self.replicas[number].kill()
+            end(self.replicas[number].processes.values())
             self.replicas[number].processes = {}
         few = bool(of_run) and len(left) < self.config.elastic
         for number in lost if restart and not few else ():
@@ -193,15 +177,13 @@ class Keeper:
             say("; ".join([*causes, found]))
             return max(code, 1)
         else:
-            one, several = (
-                ("saves and stops", "save and stop") if few else ("continues", "continue")
-            )
-            verb = one if len(left) == 1 else several
+            verbs = ("saves and stops", "save and stop") if few else ("continues", "continue")
+            verb = verbs[len(left) > 1]
             self._announce(left, "; ".join([*causes, f"{_listed(left)} {verb}"]), True, few)
         return None
 
-    def _why(self, end: End) -> str:
-        return f"{self.config.mesh.describe(end.rank)} {end.how}{self._last_seen(end.rank)}"
+    def _why(self, died: End) -> str:
+        return f"{self.config.mesh.describe(died.rank)} {died.how}{self._last_seen(died.rank)}"
 
     def _last_seen(self, rank: int) -> str:
         seat = self.seats[rank]

@@ -10,11 +10,8 @@ from warpweave.train.options import TrainConfig
 
 
 def replica_width(config: TrainConfig) -> int:
-    """Number of data ranks in a replica; 0 for a run that is not elastic.
-
-    Raises:
-        ValueError: the options do not allow an elastic run.
-    """
+    """Number of data ranks in a replica; 0 for a run that is not elastic. Raises ValueError if the
+    options do not allow an elastic run."""
     least, mesh, zero = config.elastic, config.mesh, config.plan.zero
     if least == 0:
         return 0
@@ -47,13 +44,8 @@ def replica_width(config: TrainConfig) -> int:
 
 @dataclass(frozen=True)
 class Seat:
-    """A rank's place in the run with all of its replicas.
-
-    Attributes:
-        mesh: the mesh with all replicas.
-        width: number of data ranks in a replica.
-        rank: the rank in `mesh`.
-    """
+    """A rank's place in the run: the `mesh` with all replicas, the `width` of a replica in data
+    ranks, and the `rank` in the mesh."""
 
     mesh: Mesh
     width: int

@@ -44,10 +44,8 @@ class StateLostError(RuntimeError):
 class Carried:
     """The state of a rank between two generations.
 
-    Attributes:
-        step: number of updates made; None for a new rank, which holds no state.
-        about: counters, progress, and the last row of metrics, as JSON.
-        state: the input of `recover`.
+    `step` is the number of updates made, None for a new rank, which holds no state. `about` has
+    counters, progress, and the last row of metrics, as JSON. `state` is the input of `recover`.
     """
 
     step: int | None = None
@@ -56,11 +54,7 @@ class Carried:
 
 
 def source_of(steps: list[int | None], mesh: Mesh, width: int) -> int:
-    """The lowest replica whose ranks all hold the newest step.
-
-    Raises:
-        StateLostError: there is no such replica.
-    """
+    """The lowest replica whose ranks all hold the newest step; `StateLostError` if none does."""
     newest = max((step for step in steps if step is not None), default=None)
     behind = {mesh.index("dp", r) // width for r, step in enumerate(steps) if step != newest}
     for replica in range(mesh.dp // width):
@@ -72,24 +66,16 @@ def source_of(steps: list[int | None], mesh: Mesh, width: int) -> int:
 class ElasticTrainer(Trainer):
     """A `Trainer` over the replicas of one generation; collective over them.
 
-    Args:
-        config: options of the whole run, with the mesh of all replicas.
-        session: this rank's connection in the generation.
-        interrupt: tells this rank to stop.
-        member: this rank's part in the generations.
-        carried: this rank's state from the previous generation.
+    `config` has the mesh of all replicas, `session` connects those of the generation, and `carried`
+    is this rank's state from the previous one.
     """
 
     updates = False
 
     def __init__(
-        self,
-        config: TrainConfig,
-        session: Session,
-        interrupt: Interrupt,
-        member: Member,
+        self, config: TrainConfig, session: Session, interrupt: Interrupt, member: Member,
         carried: Carried,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.member, self._carried, self._leaves = member, carried, False
         self._row: Any = None  # the last step's row of metrics, and its seconds
         self._written = -1  # the step of the last checkpoint
@@ -144,8 +130,6 @@ class ElasticTrainer(Trainer):
         }
         return Carried(self.step, about, held_state(optimizer))
 
-    # ------------------------------------------------------------------ the loop
-
     def _steps(self) -> list[float]:
         """As in `Trainer`, but first write a checkpoint that the previous generation did not reach,
         or whose write a death interrupted."""
@@ -162,11 +146,7 @@ class ElasticTrainer(Trainer):
         return super()._begin(step, before)
 
     def _commit(self, begun: Begun) -> None:
-        """Vote, and update if the step counts.
-
-        Raises:
-            Regroup: it does not.
-        """
+        """Vote, and update if the step counts; otherwise raise `Regroup`."""
         decision = self.member.vote(str(self.step), self.session.world)
         if decision == "abort":
             raise Regroup

@@ -25,9 +25,7 @@ def write_log(path: Path, head: Row, rows: Iterable[Row]) -> None:
 def read_log(path: Path) -> tuple[Row, list[Row]]:
     """Read the first line and the rows; skip an incomplete last row of a killed server.
 
-    Raises:
-        ValueError: the file is missing or is not a log.
-    """
+    Raises ValueError if the file is missing or is not a log."""
     try:
         lines = path.read_text().split("\n")[:-1]
         if not lines:
@@ -49,16 +47,12 @@ def staleness_of(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
 
     Staleness is the clocks that the worker was ahead of the slowest when it pulled; delay is the
     updates between pull and application."""
-    ahead: Counter[int] = Counter()
-    delays: Counter[int] = Counter()
-    for row in rows:
-        for term in row["terms"]:
-            ahead[term["staleness"]] += 1
-            delays[row["version"] - 1 - term["pulled"]] += 1
-    return {
-        name: {str(k): found[k] for k in sorted(found)}
-        for name, found in (("staleness", ahead), ("delay", delays))
+    terms = [(row["version"], term) for row in rows for term in row["terms"]]
+    found = {
+        "staleness": Counter(term["staleness"] for _, term in terms),
+        "delay": Counter(version - 1 - term["pulled"] for version, term in terms),
     }
+    return {name: {str(k): of[k] for k in sorted(of)} for name, of in found.items()}
 
 
 def plot_staleness(rows: Iterable[Row], path: Path) -> None:

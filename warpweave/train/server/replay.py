@@ -36,17 +36,11 @@ def run(config: ReplayConfig, processes: Processes | None = None) -> None:
         gpt = served.make_gpt(device)
         shards = [served.shard(k) for k in range(found.server)]
         rows = rows[: reader.step]
-        if len(rows) != reader.step:
-            raise ValueError(
-                f"{reader.path} has {reader.step} updates, but the log has {len(rows)}"
-            )
+        if (logged := len(rows)) != reader.step:
+            raise ValueError(f"{reader.path} has {reader.step} updates, but the log has {logged}")
         replay(rows, found.server_plan, shards, lambda number: served.gradient(gpt, number))
-    differing = [
-        name
-        for shard in shards
-        for name, x in shard.read()
-        if not torch.equal(x, reader.mapped(name))
-    ]
+    tensors = ((name, x) for shard in shards for name, x in shard.read())
+    differing = [name for name, x in tensors if not torch.equal(x, reader.mapped(name))]
     if differing:
         count = f"{len(differing)} tensor{'s' * (len(differing) > 1)}"
         say(f"the replay differs from {reader.path} in {count}; the first is {differing[0]}")

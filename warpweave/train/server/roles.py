@@ -44,14 +44,7 @@ from warpweave.train.server.log import plot_staleness, read_log, staleness_of, w
 
 
 class ServedModel:
-    """Model, data, and rules of a run, from its options.
-
-    Attributes:
-        config: the run's options, with the dtype filled in.
-        data, model: the training data and the GPT's configuration.
-        records: the record of every parameter.
-        rule: the update rule.
-    """
+    """Model, data, update rule, and the record of every parameter of a run, from its options."""
 
     def __init__(self, config: TrainConfig, device: str) -> None:
         self.config = config.on(device)
@@ -73,14 +66,9 @@ class ServedModel:
         return record.draw(self.config.seed)
 
     def open_run(self) -> CheckpointReader:
-        """Open the newest checkpoint of this run.
-
-        Raises:
-            CheckpointError: there is none, it belongs to a different run, or servers cannot
-                continue from it.
-        """
-        reader = open_run(self.config.out / CHECKPOINTS, self.model, None)
-        assert reader is not None
+        """Open the newest checkpoint of this run. Raises `CheckpointError` if there is none, it
+        belongs to a different run, or servers cannot continue from it."""
+        reader: Any = open_run(self.config.out / CHECKPOINTS, self.model, None)
         check_run(reader, self.config, self.data)
         wanted = {f"{name}/{r.name}" for name in self.rule.moments for r in self.records}
         if missing := sorted(wanted - set(reader.names)):
@@ -107,11 +95,8 @@ class ServedModel:
     def restore(self, shard: Shard, reader: CheckpointReader) -> None:
         """Load a server's shard from a checkpoint."""
         for prefix in ("", *(f"{name}/" for name in self.rule.moments)):
-
-            def saved(record: ParamRecord, prefix: str = prefix) -> Tensor:
-                return reader.mapped(prefix + record.name)
-
-            shard.load(prefix, saved)
+            # The function is called at once, so it reads this round's prefix.
+            shard.load(prefix, lambda record: reader.mapped(prefix + record.name))  # noqa: B023
         shard.count.fill_(reader.step)
 
     def gradient(self, gpt: GPT, number: int) -> Compute:
@@ -124,13 +109,11 @@ class ServedModel:
             ids = torch.arange(number * count, (number + 1) * count)
             tokens, labels = self.data.batch(clock, ids.tolist())
             for at in range(0, count, size):
-                x, y = tokens[at : at + size], labels[at : at + size]
-                more: dict[str, Any] = {"sample_ids": upload(ids[at : at + size], device)}
-                if c.packed:
-                    more["documents"] = upload(boundaries(y), device)
-                loss = module(
-                    upload(x, device), upload(y, device), seed=c.dropout_key(clock), **more
-                )
+                x, y, own = (full[at : at + size] for full in (tokens, labels, ids))
+                more = {"sample_ids": own} | ({"documents": boundaries(y)} if c.packed else {})
+                given = {name: upload(tensor, device) for name, tensor in more.items()}
+                seed = c.dropout_key(clock)
+                loss = module(upload(x, device), upload(y, device), seed=seed, **given)
                 valid = max(1, int((y != -100).sum()))
                 yield loss * valid, valid
 
@@ -149,14 +132,13 @@ class RunNotes(Notes):
         self.served, self.path = served, c.out / UPDATES
         self.checkpoint: Path | None = None
         self.progress = Progress()
-        rows: Sequence[dict[str, Any]] = ()
+        step, rows = 0, list[dict[str, Any]]()
         if reader is not None:
-            rows, before = read_log(self.path)[1][: reader.step], reader.step
+            step, rows = reader.step, read_log(self.path)[1][: reader.step]
             self.progress = progress_of(reader, served.model.seq_len)
         session = Session(torch.device("cpu"), 0, c.mesh.dp, None, c.timeout, c.mesh)
         tokens = c.plan.microbatches * c.batch * served.model.seq_len
         again = dataclasses.replace(c, resume=reader is not None)
-        step = 0 if reader is None else before
         self.metrics = Metrics(again, session, served.model, step, tokens_per_step=tokens)
         files = c.out, c.init_from, c.tokenizer_file
         keep_origin(*files, served.data.tokenizer_name, again=reader is not None)
@@ -165,19 +147,18 @@ class RunNotes(Notes):
         self._last = time.perf_counter()
 
     def update(self, version: int, lr: float, norm: float, terms: Sequence[Term]) -> None:
-        row = {"version": version, "lr": lr, "norm": norm}
+        log: dict[str, Any] = {"version": version, "lr": lr, "norm": norm}
+        log["terms"] = [dataclasses.asdict(t) for t in terms]
         with self.path.open("a") as file:
-            rows = [dataclasses.asdict(t) for t in terms]
-            file.write(json.dumps(row | {"terms": rows}) + "\n")
+            file.write(json.dumps(log) + "\n")
         count = sum(t.count for t in terms)
         tokens = len(terms) * self.metrics.tokens_per_step
         self.progress.tokens += tokens
-        now, before = time.perf_counter(), self._last
-        self._last = now
+        before, self._last = self._last, time.perf_counter()
         self.metrics.write(
             {"step": version, "loss": sum(t.loss * t.count for t in terms) / count,
              "grad_norm": norm, "lr": lr, "tokens": self.progress.tokens,
-             "tokens_per_second": round(tokens / (now - before), 1),
+             "tokens_per_second": round(tokens / (self._last - before), 1),
              "staleness": max(t.staleness for t in terms),
              "delay": max(version - 1 - t.pulled for t in terms)}
         )  # fmt: skip
@@ -186,16 +167,12 @@ class RunNotes(Notes):
         served, c, version = self.served, self.served.config, state["version"]
         self.metrics.flush()
         per_step = c.mesh.dp * c.plan.microbatches * c.batch
+        told = state_of(c, served.data, self.progress, step=version, sequences_per_step=per_step)
+        told |= {"optimizer": {"count": float(version)}, "server": state}
         self.checkpoint = save_checkpoint(
-            c.out / CHECKPOINTS,
-            version,
-            tensors,
-            config=dataclasses.asdict(served.model),
-            state=state_of(c, served.data, self.progress, step=version, sequences_per_step=per_step)
-            | {"optimizer": {"count": float(version)}, "server": state},
-            mesh=dataclasses.asdict(c.mesh) | {"zero": 0},
-            keep=c.keep,
-        )
+            c.out / CHECKPOINTS, version, tensors, config=dataclasses.asdict(served.model),
+            state=told, mesh=dataclasses.asdict(c.mesh) | {"zero": 0}, keep=c.keep,
+        )  # fmt: skip
 
     def say(self, line: str) -> None:
         say(line)
@@ -253,14 +230,9 @@ def serve(
         state = reader.state["server"]
     notes = RunNotes(served, reader) if index == 0 else None
     server = Server(
-        store,
-        index,
-        config.server_plan,
-        shard,
-        records=served.records,
+        store, index, config.server_plan, shard, records=served.records, notes=notes,
         lr=lambda clock: learning_rate(config, clock),
-        notes=notes,
-    )
+    )  # fmt: skip
     stopped = server.serve(workers, state)
     return {} if notes is None else notes.result(stopped)
 

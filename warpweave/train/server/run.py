@@ -39,11 +39,8 @@ _FAILED = (LostError, TimeoutError, FloatingPointError, dist.DistError)
 
 def run(config: TrainConfig, processes: Processes | None = None) -> None:
     """Start the servers and workers, in `processes` if they are prepared, and supervise them until
-    the run ends (`supervise` says how it exits).
-
-    Raises:
-        ValueError: the options cannot work; raised before anything is started.
-    """
+    the run ends (`supervise` says how it exits). Raises ValueError before anything is started if
+    the options cannot work."""
     device = _device(config)
     served = ServedModel(config, device)
     spread(served.records, config.server)
@@ -94,9 +91,8 @@ class Servers:
 
     def _start_servers(self, resume: bool) -> None:
         workers = list(self.workers) or list(range(self.config.mesh.dp))
-        self.servers = [
-            self._start("server", k, workers, resume) for k in range(self.config.server)
-        ]
+        numbers = range(self.config.server)
+        self.servers = [self._start("server", k, workers, resume) for k in numbers]
 
     def watch(self, stop: int | None) -> int | None:
         """Handle what has happened since the last call. Return the exit code when server 0 is done,
@@ -115,7 +111,10 @@ class Servers:
                 say(f"servers were killed {self._killed} times; giving up")
                 return 1
             self._restart()
-        self._miss_workers()
+        for number, process in list(self.workers.items()):
+            if process.exitcode:  # a worker that is done may end
+                del self.workers[number]
+                tell(self.store, "lost", worker=number)
         if not self.workers:
             say("no workers are left")
             return 1
@@ -141,13 +140,6 @@ class Servers:
         say(f"a server was killed; restarting all servers from {step or 'the beginning'}")
         start_generation(self.store)
         self._start_servers(step is not None)
-
-    def _miss_workers(self) -> None:
-        """Tell the servers about workers that failed; workers that are done may end."""
-        for number, process in list(self.workers.items()):
-            if process.exitcode:
-                del self.workers[number]
-                tell(self.store, "lost", worker=number)
 
 
 def _rank(role: str, number: int, config: TrainConfig, device: str, port: int, *more: Any) -> None:
