@@ -49,8 +49,7 @@ def test_steps_equal_the_textbook_in_float64_whatever_gradients_arrive_in(dtype,
 
 
 @pytest.mark.parametrize(
-    "amount",
-    [{}, {"weight_decay": 0.0}, {"beta1": 0.0}, {"beta2": 0.0}, {"eps": 1e-2}],
+    "amount", [{}, {"weight_decay": 0.0}, {"beta1": 0.0}, {"beta2": 0.0}, {"eps": 1e-2}]
 )
 @IMPLS
 def test_steps_equal_torch_optim(amount, impl):

@@ -9,12 +9,7 @@ import torch
 from refused import Rows, Table, check, ints, strided
 from refused import zeros as z
 
-from warpweave.kernels.attention import (
-    attention,
-    attention_bwd,
-    attention_delta,
-    attention_fwd,
-)
+from warpweave.kernels.attention import attention, attention_bwd, attention_delta, attention_fwd
 from warpweave.kernels.attention.options import check_packed
 from warpweave.kernels.merge import merge, merge_
 

@@ -96,9 +96,7 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path, shard_bytes: int)
     assert shards == {1: 10, 400: 7, 1 << 30: 1}[shard_bytes]
 
 
-def test_safetensors_reads_what_was_saved_with_each_tensor_aligned(
-    tmp_path: Path,
-) -> None:
+def test_safetensors_reads_what_was_saved_with_each_tensor_aligned(tmp_path: Path) -> None:
     tensors = weights() | {
         'Maße/日本 "\\\n': torch.arange(3, dtype=torch.int16),
         "odd": torch.ones(3, dtype=torch.bool),
@@ -222,9 +220,7 @@ def test_latest_follows_the_pointer_and_does_without_it(tmp_path: Path) -> None:
     assert latest(tmp_path).name == "step_00000009"
 
 
-def test_resaved_step_is_replaced_and_a_crash_between_renames_is_repaired(
-    tmp_path: Path,
-) -> None:
+def test_resaved_step_is_replaced_and_a_crash_between_renames_is_repaired(tmp_path: Path) -> None:
     save(tmp_path, 7, seed=0)
     save(tmp_path, 7, seed=1)
     assert torch.equal(open_latest(tmp_path).tensor("rng"), weights(1)["rng"])
@@ -305,9 +301,7 @@ def test_a_file_changed_after_verification_is_noticed(tmp_path: Path, swapped: b
         reader.tensor("rng")
 
 
-def test_next_older_good_step_is_opened_with_a_warning_naming_the_bad_file(
-    tmp_path: Path,
-) -> None:
+def test_next_older_good_step_is_opened_with_a_warning_naming_the_bad_file(tmp_path: Path) -> None:
     save(tmp_path, 1)
     shard = next(save(tmp_path, 2).glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-3])
@@ -836,9 +830,7 @@ def test_ranks_that_see_other_folders_under_one_name_all_refuse(tmp_path: Path) 
         assert message.endswith("step_00000007 is not the same folder on all 3 ranks")
 
 
-def test_every_rank_reports_a_damaged_file_although_hashing_is_shared(
-    tmp_path: Path,
-) -> None:
+def test_every_rank_reports_a_damaged_file_although_hashing_is_shared(tmp_path: Path) -> None:
     path = save(tmp_path, shard_bytes=400)
     shard = sorted(path.glob("*.safetensors"))[3]
     data = bytearray(shard.read_bytes())

@@ -177,10 +177,7 @@ CASES = {
     ),
     "sum_of_squares": Case(sum_of_squares, lambda n: (torch.rand(n),), differentiable=NONE),
     "adamw_step": Case(
-        adamw_step,
-        _state,
-        lambda n: {"step": torch.tensor(float(n)), **RATES},
-        differentiable=NONE,
+        adamw_step, _state, lambda n: {"step": torch.tensor(float(n)), **RATES}, differentiable=NONE
     ),
     "adamw_step, all": Case(
         adamw_step,

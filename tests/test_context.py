@@ -358,10 +358,7 @@ def _not_summed(dk: torch.Tensor, dv: torch.Tensor, layout: SequenceLayout, grou
 
 FAULTS: dict[str, tuple[tuple[Plant, ...], set[str]]] = {
     "no fault": ((), set()),
-    "K‖V stay in rank order": (
-        (instead(SequenceLayout, "unshard", _unsorted),),
-        set(NAMES),
-    ),
+    "K‖V stay in rank order": ((instead(SequenceLayout, "unshard", _unsorted),), set(NAMES)),
     "dK‖dV are not summed over ranks": (
         (instead(gather, "_reduce_scatter", _not_summed),),
         {"dk", "dv"},
@@ -537,9 +534,7 @@ def _mapped_kernel(q, k, v, options, **more):
     with maybe_disable_local_tensor_mode():
         outputs = {
             rank: block_fwd(
-                *(x[rank] for x in inputs),
-                options._replace(q_runs=options.q_runs[rank]),
-                **more,
+                *(x[rank] for x in inputs), options._replace(q_runs=options.q_runs[rank]), **more
             )
             for rank in sorted(inputs[0])
         }

@@ -602,9 +602,6 @@ def test_nothing_is_written_over_and_a_failure_leaves_nothing(folders, tmp_path)
     ):
         to_hf(gpt, tmp_path / "full")
     for said in (KeyboardInterrupt, SystemExit):  # Ctrl-C, or a signal's handler
-        with (
-            mock.patch("warpweave.convert.write.save_file", side_effect=said),
-            pytest.raises(said),
-        ):
+        with mock.patch("warpweave.convert.write.save_file", side_effect=said), pytest.raises(said):
             to_hf(gpt, tmp_path / "stopped")
     assert not list(tmp_path.iterdir())
