@@ -70,28 +70,20 @@ NUMBERS: Rows = [
     ],
     ({"q_runs": ((2**62 - 1, 8),)}, "position plus window must be below"),
     ({"q_runs": ((0, 2**62 - 1),)}, "must add up to 8 rows"),
-    (
-        {"q_runs": ((0, 4, 2), (9, 4, 3))},
-        r"both runs in q_runs must have the same number of stripes, got \(\(0, 4, 2\)",
-    ),
-    (
-        {"k_runs": ((0, 4, 2), (9, 4, 3))},
-        "both runs in k_runs must have the same number of stripes",
-    ),
+    ({"q_runs": ((0, 4, 2), (9, 4, 3))},
+     r"both runs in q_runs must have the same number of stripes, got \(\(0, 4, 2\)"),
+    ({"k_runs": ((0, 4, 2), (9, 4, 3))},
+     "both runs in k_runs must have the same number of stripes"),
     ({"k_runs": ((0, 3), (3, 3), (6, 2))}, r"k_runs must be at most two .*, got \(\(0, 3\), \(3"),
     ({"q_runs": ((0, 8, 2), (9, 0, 3))}, None),
     ({"q_runs": ((0, 0, 2), (9, 8, 3))}, None),
     # boundaries
-    (
-        {"documents": [0, 8]},
-        r"documents must be a tensor of cumulative boundaries \(cu_seqlens\), got \[0, 8\]",
-    ),
+    ({"documents": [0, 8]},
+     r"documents must be a tensor of cumulative boundaries \(cu_seqlens\), got \[0, 8\]"),
     ({"documents": ints(0, 8).to("meta")}, "one device, got cpu and meta"),
     ({"documents": ints(0.0, 8.0)}, "int32 or int64, got torch.float32"),
-    (
-        {"documents": torch.tensor(8)},
-        r"\[2, n \+ 1\] or \[2, 2, n \+ 1\] for n documents, got \(\)",
-    ),
+    ({"documents": torch.tensor(8)},
+     r"\[2, n \+ 1\] or \[2, 2, n \+ 1\] for n documents, got \(\)"),
     ({"documents": ints(*[[[0, 8]] * 3] * 2)}, r"the shape .* got \(2, 3, 2\)"),
     ({"documents": z(0, dtype=INT)}, r"the shape .* got \(0,\)"),
     ({"documents": ints(0, 2**32), "q_runs": ((2**31, 8),)}, "be below 2147483646, got"),
@@ -127,7 +119,7 @@ NUMBERS: Rows = [
         {"documents": ints([0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 2, 3, 4, 5, 6, 8])},  # the first sample
         r"not one document id for each of the 8 tokens, got \[2, 8\]",
     ),
-]
+]  # fmt: skip
 TWELVE = {"q": z(2, 8, 4, 4), "k": z(2, 12, 2, 4), "v": z(2, 12, 2, 4)}
 OF_KEYS = ints(0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 3)
 FORWARD: Rows = [
@@ -142,10 +134,8 @@ FORWARD: Rows = [
     ({"q": z(2, 9, 4, 4)}, None),
     ({"q": z(2, 8, 3, 4)}, "3 query heads are not divisible by 2 KV heads"),
     *[({"q": z(2, 8, 4, D)}, "the same shape") for D in (3, 5)],
-    (
-        {"k": z(2, 7, 2, 4)},
-        r"\[2, Sk, Hkv, 4\] for q \(2, 8, 4, 4\), got \(2, 7, 2, 4\) and \(2, 8, 2, 4\)$",
-    ),
+    ({"k": z(2, 7, 2, 4)},
+     r"\[2, Sk, Hkv, 4\] for q \(2, 8, 4, 4\), got \(2, 7, 2, 4\) and \(2, 8, 2, 4\)$"),
     ({"v": z(2, 8, 1, 4)}, "the same shape"),
     ({"v": z(2, 8, 2, 0)}, r"the same shape .* and \(2, 8, 2, 0\)$"),
     ({"v": z(2, 7, 2, 5)}, r"the same shape .* and \(2, 7, 2, 5\)$"),  # the shape as it was passed
@@ -174,11 +164,9 @@ FORWARD: Rows = [
     ({**TWELVE, "documents": ints(0, 8)}, "documents must end at 12, the end"),
     ({**TWELVE, "documents": OF_KEYS}, "not one document id for each of the 12 tokens"),
     ({**TWELVE, "documents": ints([[0, 8], [0, 12]], [[0, 8], [3, 9]])}, None),
-    (
-        {**TWELVE, "documents": ints([[0, 8], [0, 12]], [[0, 8], [3, 13]])},
-        r"documents must not extend past the 12 keys, got \[\[0, 12\], \[3, 13\]\]",
-    ),
-]
+    ({**TWELVE, "documents": ints([[0, 8], [0, 12]], [[0, 8], [3, 13]])},
+     r"documents must not extend past the 12 keys, got \[\[0, 12\], \[3, 13\]\]"),
+]  # fmt: skip
 O, LSE = z(2, 8, 4, 4), z(2, 4, 8)
 HALF: Rows = [
     *FORWARD,
@@ -225,10 +213,8 @@ BACKWARD: Rows = [
     ({"delta": LSE}, None),
     ({"delta": LSE, "o": None}, None),
     ({"o": None}, "needs delta or o"),
-    (
-        {"delta": z(2, 8, 4)},
-        r"delta must be torch.float32 of shape \(2, 4, 8\), got .* \(2, 8, 4\)",
-    ),
+    ({"delta": z(2, 8, 4)},
+     r"delta must be torch.float32 of shape \(2, 4, 8\), got .* \(2, 8, 4\)"),
     ({"delta": LSE.double()}, "delta must be torch.float32 of shape"),
     ({"grad_dtype": F64}, None),
     ({"grad_dtype": INT}, "grad_dtype must be a floating dtype"),
@@ -239,21 +225,15 @@ BACKWARD: Rows = [
     ({"into": (None, K, K.clone())}, None),
     ({"into": (None, K, None)}, "both dk and dv, or neither"),
     ({"into": (None, None, K)}, "both dk and dv, or neither"),
-    (
-        {"into": (K, None, None)},
-        r"dq to accumulate into must be .* \(2, 8, 4, 4\) .* \(2, 8, 2, 4\), strides",
-    ),
-    (
-        {"into": (None, G, K)},
-        r"dk to accumulate into must be .* \(2, 8, 2, 4\) .* \(2, 8, 4, 4\), strides",
-    ),
-    (
-        {"into": (None, K, G)},
-        r"dv to accumulate into must be .* \(2, 8, 2, 4\) .* \(2, 8, 4, 4\), strides",
-    ),
+    ({"into": (K, None, None)},
+     r"dq to accumulate into must be .* \(2, 8, 4, 4\) .* \(2, 8, 2, 4\), strides"),
+    ({"into": (None, G, K)},
+     r"dk to accumulate into must be .* \(2, 8, 2, 4\) .* \(2, 8, 4, 4\), strides"),
+    ({"into": (None, K, G)},
+     r"dv to accumulate into must be .* \(2, 8, 2, 4\) .* \(2, 8, 4, 4\), strides"),
     ({"into": (G.double(), None, None)}, "dq to accumulate into must be torch.float32"),
     ({"into": (strided(G), None, None)}, "stride 1"),
-]
+]  # fmt: skip
 DELTA: Rows = [
     ({}, None),
     ({"do": O.half()}, None),

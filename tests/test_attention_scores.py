@@ -383,27 +383,19 @@ def test_launches_that_ptxas_would_spill_state_their_registers(monkeypatch) -> N
         ({"dropout": 1.0}, r"need 0 <= dropout < 1, got 1\.0"),
         ({"dropout": -0.1}, r"need 0 <= dropout < 1, got -0\.1"),
         ({"dropout": 0.1, "dropout_seed": -1}, r"0 <= seed < 2\*\*63 .* got -1 and 0 and 0$"),
-        (
-            {"dropout_origin": (0, 2**32)},
-            r"0 <= sample, head < 2\*\*32, got 0 and 0 and 4294967296$",
-        ),
+        ({"dropout_origin": (0, 2**32)},
+         r"0 <= sample, head < 2\*\*32, got 0 and 0 and 4294967296$"),
         ({"sinks": torch.zeros(3)}, r"float dtype and shape \(2,\), got torch.float32 \(3,\)"),
         ({"sinks": torch.zeros(2, dtype=torch.int64)}, r"float dtype .* got torch.int64"),
         ({"sinks": torch.zeros(2, device="meta")}, r"one device, got cpu and meta"),
-        (
-            {"sinks": torch.zeros(2), "into": (torch.zeros(1, 8, 2, 16), torch.zeros(1, 2, 8))},
-            r"to include sinks, initialize `into` with o = 0 and lse = sinks",
-        ),
-        (
-            {"into": (torch.zeros(1, 8, 2, 16), torch.zeros(1, 2, 8))},
-            r"o to accumulate into must be torch.float64 of shape \(1, 8, 2, 16\)",
-        ),
-        (
-            {"into": (torch.zeros(1, 8, 2, 16, dtype=F64), torch.zeros(1, 8, 2, dtype=F64).mT)},
-            r"lse to accumulate into must be a contiguous torch.float64",
-        ),
+        ({"sinks": torch.zeros(2), "into": (torch.zeros(1, 8, 2, 16), torch.zeros(1, 2, 8))},
+         r"to include sinks, initialize `into` with o = 0 and lse = sinks"),
+        ({"into": (torch.zeros(1, 8, 2, 16), torch.zeros(1, 2, 8))},
+         r"o to accumulate into must be torch.float64 of shape \(1, 8, 2, 16\)"),
+        ({"into": (torch.zeros(1, 8, 2, 16, dtype=F64), torch.zeros(1, 8, 2, dtype=F64).mT)},
+         r"lse to accumulate into must be a contiguous torch.float64"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_refused_with_its_values(options, message) -> None:
     q, k, v = (x.detach() for x in draw(Sq=8, Sk=8))
     with pytest.raises(ValueError, match=message):

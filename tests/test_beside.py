@@ -58,30 +58,18 @@ ROWS: dict[str, tuple[Callable[..., Any], Tensor, tuple[Tensor, ...]]] = {
 }  # fmt: skip
 # name -> a call with x as a DTensor, and the message that rejects it
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "x": (
-        lambda x: rms_norm(X, x[0, 0]),
-        "rms_norm got a plain tensor for x together with a DTensor; pass x as a DTensor too",
-    ),
-    "residual": (
-        lambda x: layer_norm(x, _draw(8), residual=X),
-        "layer_norm got a plain tensor for residual together",
-    ),
-    "mlp": (
-        lambda x: mlp(X, x[0, :, :], _draw(8, 6), activation="gelu"),
-        "mlp got a plain tensor for x together",
-    ),
-    "keys": (
-        lambda x: attention(x[None], X[None], X[None]),
-        "attention got a plain tensor for k together",
-    ),
-    "logits": (
-        lambda x: cross_entropy(X[0], x[0, :, 0].long()),
-        "cross_entropy got a plain tensor for logits together",
-    ),
-    "hidden states": (
-        lambda x: linear_cross_entropy(X, x[0], _IDS),
-        "linear_cross_entropy got a plain tensor for x together",
-    ),
+    "x": (lambda x: rms_norm(X, x[0, 0]),
+          "rms_norm got a plain tensor for x together with a DTensor; pass x as a DTensor too"),
+    "residual": (lambda x: layer_norm(x, _draw(8), residual=X),
+                 "layer_norm got a plain tensor for residual together"),
+    "mlp": (lambda x: mlp(X, x[0, :, :], _draw(8, 6), activation="gelu"),
+            "mlp got a plain tensor for x together"),
+    "keys": (lambda x: attention(x[None], X[None], X[None]),
+             "attention got a plain tensor for k together"),
+    "logits": (lambda x: cross_entropy(X[0], x[0, :, 0].long()),
+               "cross_entropy got a plain tensor for logits together"),
+    "hidden states": (lambda x: linear_cross_entropy(X, x[0], _IDS),
+                      "linear_cross_entropy got a plain tensor for x together"),
 }  # fmt: skip
 
 

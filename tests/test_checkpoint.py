@@ -167,18 +167,12 @@ def test_a_wrong_config_is_refused_listing_the_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "options", "says"),
     [
-        (
-            [("a", torch.ones(2)), ("a", torch.ones(2))],
-            {},
-            "'a' must be saved only once, but rank 0",
-        ),
-        (
-            [("a", torch.ones(2)), ("b", torch.ones(2)), ("a", torch.ones(2))],
-            {"shard_bytes": 8},
-            "'a' must be saved only once, but rank 0",
-        ),
+        ([("a", torch.ones(2)), ("a", torch.ones(2))], {},
+         "'a' must be saved only once, but rank 0"),
+        ([("a", torch.ones(2)), ("b", torch.ones(2)), ("a", torch.ones(2))], {"shard_bytes": 8},
+         "'a' must be saved only once, but rank 0"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_saved_is_refused_and_leaves_nothing(
     tmp_path: Path, tensors, options, says: str
 ) -> None:
@@ -365,15 +359,9 @@ def test_links_and_foreign_files_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "../secret.safetensors",
-        "/etc/passwd",
-        "a/b.safetensors",
-        "..",
-        ".hidden.safetensors",
-        "a\0b",
-    ],
-)
+    ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".hidden.safetensors",
+     "a\0b"],
+)  # fmt: skip
 def test_a_file_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
     path = save(tmp_path)
     shutil.copy(next(path.glob("*.safetensors")), tmp_path / "secret.safetensors")
@@ -400,10 +388,8 @@ def test_a_file_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
         (lambda m: m.update(step="7"), "step must be an integer >= 0, got '7'"),
         (lambda m: m.update(mesh=[]), "mesh must be an object"),
         (lambda m: m["files"][SHARD].update(bytes=True), "bytes must be .*, got True"),
-        (
-            lambda m: m["files"][SHARD].update(bytes=float(m["files"][SHARD]["bytes"])),
-            "bytes must be",
-        ),
+        (lambda m: m["files"][SHARD].update(bytes=float(m["files"][SHARD]["bytes"])),
+         "bytes must be"),
         (lambda m: m["files"][SHARD].update(bytes=-1), "bytes must be an integer >= 0, got -1"),
         (lambda m: m["files"][SHARD].update(sha256=int("1" * 64)), "sha256 must be 64 hex"),
         (lambda m: m["tensors"]["rng"].update(shape=[101.0]), "got 101.0"),
@@ -420,23 +406,17 @@ def test_a_file_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
         (lambda m: m["tensors"]["rng"].update(shape=[10**300] * 50), "has an invalid file"),
         (lambda m: m["tensors"]["rng"].update(shape=[2**61] * 60), "has an invalid file"),
         (lambda m: m["tensors"]["rng"].update(shape=[2] * 2000), "has an invalid file"),
-        (
-            lambda m: m["tensors"]["rng"].update(dtype="object"),
-            "dtype must be one of .* got 'object'",
-        ),
-        (
-            lambda m: m["tensors"]["rng"].update(file="rank00009-00000.safetensors"),
-            "has an invalid file",
-        ),
+        (lambda m: m["tensors"]["rng"].update(dtype="object"),
+         "dtype must be one of .* got 'object'"),
+        (lambda m: m["tensors"]["rng"].update(file="rank00009-00000.safetensors"),
+         "has an invalid file"),
         (lambda m: m["tensors"]["rng"].update(shape=[100]), "of tensor 'rng' must be"),
         (lambda m: m["tensors"]["rng"].update(dtype="int8"), "of tensor 'rng' must be"),
         (lambda m: m["tensors"].pop("rng"), r"the manifest lists for it, but differs in \['rng'\]"),
-        (
-            lambda m: m["tensors"].update(more=m["tensors"]["rng"]),
-            r"the manifest lists for it, but differs in \['more'\]",
-        ),
+        (lambda m: m["tensors"].update(more=m["tensors"]["rng"]),
+         r"the manifest lists for it, but differs in \['more'\]"),
     ],
-)
+)  # fmt: skip
 def test_a_forged_manifest_with_a_right_digest_is_still_checked(
     tmp_path: Path, change, says: str
 ) -> None:
@@ -547,14 +527,10 @@ def entry(begin: int, end: int, dtype: str = "U8") -> dict:
         (header({"a": entry(0, 4), "b": entry(2, 6)}) + b"\0" * 8, "of tensor 'b' must be"),
         (header({"a": entry(0, 4), "b": entry(6, 10)}) + b"\0" * 10, "of tensor 'b' must be"),
         (header({"a": entry(0, 4), "b": entry(4, 1 << 62)}) + b"\0" * 8, "of tensor 'b' must be"),
-        (
-            header({"a": entry(0, 4), "b": entry(4, 8)}) + b"\0" * 9,
-            "bytes, but its header declares",
-        ),
-        (
-            header({"a": entry(0, 4), "b": entry(4, 8)}) + b"\0" * 7,
-            "bytes, but its header declares",
-        ),
+        (header({"a": entry(0, 4), "b": entry(4, 8)}) + b"\0" * 9,
+         "bytes, but its header declares"),
+        (header({"a": entry(0, 4), "b": entry(4, 8)}) + b"\0" * 7,
+         "bytes, but its header declares"),
         (header({"a": entry(0, 4, "F32"), "b": entry(4, 8)}) + b"\0" * 8, "of tensor 'a' must be"),
         (header({"a": entry(0, 4)}) + b"\0" * 4, r"but differs in \['b'\]"),
         (header({"a": entry(0, 4), "b": entry(4, 8), "__metadata__": {}}) + b"\0" * 8, "header"),
@@ -565,18 +541,14 @@ def entry(begin: int, end: int, dtype: str = "U8") -> dict:
         (header(b"[" * 4000), "bad safetensors header"),
         (header({"a": entry(False, 4), "b": entry(4, 8)}) + b"\0" * 8, "of tensor 'a' must be"),
         (header({"a": entry(0, 4.0), "b": entry(4, 8)}) + b"\0" * 8, "of tensor 'a' must be"),
-        (
-            header({"a": entry(0, 4) | {"shape": [4.0]}, "b": entry(4, 8)}) + b"\0" * 8,
-            "of tensor 'a' must be",
-        ),
-        (
-            header({"a": entry(0, 4) | {"more": 1}, "b": entry(4, 8)}) + b"\0" * 8,
-            "of tensor 'a' must be",
-        ),
+        (header({"a": entry(0, 4) | {"shape": [4.0]}, "b": entry(4, 8)}) + b"\0" * 8,
+         "of tensor 'a' must be"),
+        (header({"a": entry(0, 4) | {"more": 1}, "b": entry(4, 8)}) + b"\0" * 8,
+         "of tensor 'a' must be"),
         (header({"a": entry(0, 4) | {"data_offsets": "04"}, "b": entry(4, 8)}), "header"),
         (header(b'{"a": 1, "a": 2}'), "bad safetensors header"),
     ],
-)
+)  # fmt: skip
 def test_a_hostile_safetensors_header_is_refused_at_once(
     tmp_path: Path, data: bytes, says: str
 ) -> None:

@@ -380,19 +380,13 @@ def _cached(**options):
 NEW = {name: torch.zeros(B, 2, HKV, D, dtype=torch.float64) for name in "kv"}
 TABLE = {"rotary_cos": torch.ones(3, 2), "rotary_sin": torch.ones(3, 2)}
 REFUSED = {
-    "alibi": (
-        lambda: fa.flash_attn_func(*_qkv(2, 2), alibi_slopes=torch.ones(H)),
-        "alibi_slopes is not supported: the kernel adds no bias",
-    ),
-    "paged": (
-        lambda: _varlen([0, 4], [0, 4], block_table=torch.zeros(1, 1)),
-        "block_table is not supported: the kernel reads no paged cache",
-    ),
+    "alibi": (lambda: fa.flash_attn_func(*_qkv(2, 2), alibi_slopes=torch.ones(H)),
+              "alibi_slopes is not supported: the kernel adds no bias"),
+    "paged": (lambda: _varlen([0, 4], [0, 4], block_table=torch.zeros(1, 1)),
+              "block_table is not supported: the kernel reads no paged cache"),
     "window": (lambda: fa.flash_attn_func(*_qkv(2, 2), window_size=(3,)), "must be .left, right."),
-    "packed": (
-        lambda: fa.flash_attn_qkvpacked_func(torch.ones(1, 2, 2, H, D)),
-        r"qkv must be \[B, S, 3, heads, D\], got shape \(1, 2, 2, 4, 8\)",
-    ),
+    "packed": (lambda: fa.flash_attn_qkvpacked_func(torch.ones(1, 2, 2, H, D)),
+               r"qkv must be \[B, S, 3, heads, D\], got shape \(1, 2, 2, 4, 8\)"),
     "no tokens": (
         lambda: fa.flash_attn_varlen_func(*_qkv(2, 2), torch.ones(1), torch.ones(1), 1, 1),
         r"q must be \[tokens, heads, D\]",
@@ -401,10 +395,8 @@ REFUSED = {
         lambda: fa.flash_attn_varlen_qkvpacked_func(torch.ones(2, 3, H, D), torch.ones(2), 1),
         r"cu_seqlens_q must be a non-empty 1-D int32 or int64 tensor .*, got torch.float32",
     ),
-    "too far": (
-        lambda: _varlen([0, 5], [0, 4]),
-        r"cu_seqlens_q must ascend .* at most 4, the number of rows, got",
-    ),
+    "too far": (lambda: _varlen([0, 5], [0, 4]),
+                r"cu_seqlens_q must ascend .* at most 4, the number of rows, got"),
     "later": (lambda: _varlen([1, 4], [0, 4]), "cu_seqlens_q must ascend from 0 .* got .1, 4"),
     "two dims": (lambda: _varlen([[0, 4]], [0, 4]), r"cu_seqlens_q must be .* \(1, 2\)"),
     "no ends": (lambda: _varlen([0, 4], []), r"cu_seqlens_k must be .* \(0,\)"),
@@ -412,14 +404,10 @@ REFUSED = {
     "not as many": (lambda: _varlen([0, 4], [0, 2, 4]), "has 1 sequences, but cu_seqlens_k has 2"),
     "leftpad": (lambda: _cached(cache_leftpad=torch.tensor([0, 7])), "cache_leftpad must be 2 num"),
     "k alone": (lambda: _cached(k=NEW["k"], cache_seqlens=1), "k must be passed with v"),
-    "cos alone": (
-        lambda: _cached(**NEW, cache_seqlens=1, rotary_cos=torch.ones(3, 2)),
-        "and rotary_cos with rotary_sin",
-    ),
-    "sin alone": (
-        lambda: _cached(**NEW, cache_seqlens=1, rotary_sin=torch.ones(3, 2)),
-        "and rotary_cos with rotary_sin",
-    ),
+    "cos alone": (lambda: _cached(**NEW, cache_seqlens=1, rotary_cos=torch.ones(3, 2)),
+                  "and rotary_cos with rotary_sin"),
+    "sin alone": (lambda: _cached(**NEW, cache_seqlens=1, rotary_sin=torch.ones(3, 2)),
+                  "and rotary_cos with rotary_sin"),
     "v alone": (lambda: _cached(v=NEW["v"], cache_seqlens=1), "k must be passed with v"),
     "no length": (lambda: _cached(**NEW), "k needs cache_seqlens"),
     "full": (lambda: _cached(**NEW, cache_seqlens=5), r"cache_seqlens must be 2 numbers in 0..4"),
@@ -455,10 +443,8 @@ REFUSED = {
     ),
     "half a row": (lambda: _cached(cache_seqlens=torch.full((B,), 2.5)), "must be 2 numbers in"),
     "rotates nothing": (lambda: _cached(**TABLE), "rotary_cos needs k and v"),
-    "short table": (
-        lambda: _cached(**NEW, **TABLE, cache_seqlens=2, causal=True),
-        "rotary_cos has 3 positions, but position 3 is needed",
-    ),
+    "short table": (lambda: _cached(**NEW, **TABLE, cache_seqlens=2, causal=True),
+                    "rotary_cos has 3 positions, but position 3 is needed"),
 }  # fmt: skip
 
 

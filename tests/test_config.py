@@ -177,19 +177,13 @@ def test_a_plan_that_the_model_cannot_follow_is_refused(plan, message):
     [
         (Mesh(cp=8), "ulysses", "Ulysses over 8 ranks needs .*, got 4"),
         (Mesh(tp=4, cp=2), "ulysses", "Ulysses over 2 ranks needs .*, got 1"),
-        (
-            Mesh(cp=4),
-            "hybrid",
-            r"strategy 'hybrid' needs a pair of process groups \(ring, Ulysses\), got one",
-        ),
+        (Mesh(cp=4), "hybrid",
+         r"strategy 'hybrid' needs a pair of process groups \(ring, Ulysses\), got one"),
         (Mesh(cp=4, ulysses=2), "ring", "strategy 'ring' needs one process group, got a pair"),
-        (
-            Mesh(cp=4, ulysses=2),
-            "measured",
-            "cp_strategy = 'measured' has nothing to choose with ulysses = 2; use 'hybrid'",
-        ),
+        (Mesh(cp=4, ulysses=2), "measured",
+         "cp_strategy = 'measured' has nothing to choose with ulysses = 2; use 'hybrid'"),
     ],
-)
+)  # fmt: skip
 def test_a_context_that_the_mesh_cannot_follow_is_refused(mesh, strategy, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         PRESETS["toy"].check(mesh, ParallelPlan(cp_strategy=strategy))
@@ -318,14 +312,9 @@ def test_step_flops_count_matmul_parameters_and_the_visible_half_of_scores(style
 
 @pytest.mark.parametrize(
     "module",
-    [
-        "train.options",
-        "train.sample_options",
-        "train.export_options",
-        "prove.options",
-        "machine.tune.options",
-    ],
-)
+    ["train.options", "train.sample_options", "train.export_options", "prove.options",
+     "machine.tune.options"],
+)  # fmt: skip
 def test_the_help_of_an_option_begins_with_what_it_is(module):
     """It begins with a noun or a verb, such as "Ulysses degree", not with part of a sentence."""
     source = importlib.import_module(f"warpweave.{module}").__file__

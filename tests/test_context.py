@@ -402,17 +402,11 @@ def _refused(rank: int) -> None:
             {"layout": SequenceLayout(15, 2), "documents": torch.tensor([0, 5, 16])},
             r"documents must end at 15, the end .* got \[0, 5, 16\]",
         ),
-        (
-            (q, kv.double(), kv),
-            {},
-            "the same floating dtype of .* got torch.float32, torch.float64, torch.float32",
-        ),
+        ((q, kv.double(), kv), {},
+         "the same floating dtype of .* got torch.float32, torch.float64, torch.float32"),
         ((q, kv.to("meta"), kv), {}, "one device, got cpu and meta"),
-        (
-            (q, kv, kv),
-            {"documents": torch.tensor([0, 9, 4])},
-            r"documents must be boundaries that ascend from 0, got \[0, 9, 4\]",
-        ),
+        ((q, kv, kv), {"documents": torch.tensor([0, 9, 4])},
+         r"documents must be boundaries that ascend from 0, got \[0, 9, 4\]"),
         (
             (q, kv, kv),  # 16 tokens, 8 of them here
             {"documents": torch.tensor([0, 5, 8])},
@@ -424,34 +418,19 @@ def _refused(rank: int) -> None:
             r"documents must have the shape .* \[2, n \+ 1\] or \[2, 2, n \+ 1\] for n documents, "
             r"got \(3, 2\)",
         ),
-        (
-            (q, kv[:, :7], kv[:, :7]),
-            {},
-            r"8 tokens on each rank, but got q\[2, 8, 4, 8\], k\[2, 7, 2, 8\]",
-        ),
-        (
-            (q, kv, kv),
-            {"documents": torch.arange(2).repeat_interleave(8)},
-            r"boundaries, not one document id for each of the 16 tokens, got \[16\]",
-        ),
+        ((q, kv[:, :7], kv[:, :7]), {},
+         r"8 tokens on each rank, but got q\[2, 8, 4, 8\], k\[2, 7, 2, 8\]"),
+        ((q, kv, kv), {"documents": torch.arange(2).repeat_interleave(8)},
+         r"boundaries, not one document id for each of the 16 tokens, got \[16\]"),
         ((q, kv, kv), {"window": 0}, "window must be at least 1 or None, got 0"),
         ((q, kv, kv), {"sinks": torch.zeros(3)}, r"sinks must have a float dtype and shape \(4,\)"),
-        (
-            (q[:, :, :1], kv[:, :, :1], kv[:, :, :1]),
-            {"strategy": "ulysses"},
-            "Ulysses over 2 ranks needs at least 2 query heads, got 1",
-        ),
-        (
-            (q, kv, kv),
-            {"strategy": "hybrid"},
-            r"'hybrid' needs a pair of process groups \(ring, Ulysses\), got one",
-        ),
-        (
-            (q, kv, kv),
-            {"strategy": "ring", "group": (dist.group.WORLD, None)},
-            "'ring' needs one process group, got a pair",
-        ),
-    ]
+        ((q[:, :, :1], kv[:, :, :1], kv[:, :, :1]), {"strategy": "ulysses"},
+         "Ulysses over 2 ranks needs at least 2 query heads, got 1"),
+        ((q, kv, kv), {"strategy": "hybrid"},
+         r"'hybrid' needs a pair of process groups \(ring, Ulysses\), got one"),
+        ((q, kv, kv), {"strategy": "ring", "group": (dist.group.WORLD, None)},
+         "'ring' needs one process group, got a pair"),
+    ]  # fmt: skip
     squared = {"group": (dist.group.WORLD, dist.group.WORLD), "strategy": "hybrid"}
     with pytest.raises(ValueError, match="of 4: the layout has 2 parts but the group has 4 ranks"):
         context_attention(q, kv, kv, layout=layout, **squared)

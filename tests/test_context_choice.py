@@ -225,15 +225,10 @@ def test_a_ring_visits_exactly_the_blocks_of_which_any_position_is_seen(kind, ca
         ("ulysses", ZIGZAG, None, 3, "Ulysses over 4 ranks .* got 3"),
         ("stream", ZIGZAG, None, 1, None),
         ("stream", ZIGZAG, 2, 4, "'stream' needs one process group, got a pair"),
-        (
-            "hybrid",
-            ZIGZAG,
-            None,
-            4,
-            r"'hybrid' needs a pair of process groups \(ring, Ulysses\), got one",
-        ),
+        ("hybrid", ZIGZAG, None, 4,
+         r"'hybrid' needs a pair of process groups \(ring, Ulysses\), got one"),
     ],
-)
+)  # fmt: skip
 def test_each_strategy_runs_where_it_fits(strategy, layout, ulysses, heads, refusal) -> None:
     def resolved() -> str:
         return resolve_strategy(strategy, layout, (heads, 1), ulysses)

@@ -442,11 +442,8 @@ def _edit(folder: Path, change: dict, drop: tuple[str, ...] = ()) -> None:
         ("llama2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; expected silu"),
         ("llama2", {"attention_bias": True}, "mlp_bias = False is not supported; expected True"),
         ("llama2", {"vocab_size": 54}, r"tensor model.embed_tokens.weight has shape \[53, 32\], "),
-        (
-            "llama2",
-            {"num_hidden_layers": 2},
-            "tensor model.layers.2.input_layernorm.weight: warpweave's",
-        ),
+        ("llama2", {"num_hidden_layers": 2},
+         "tensor model.layers.2.input_layernorm.weight: warpweave's"),
         ("llama2", {"num_hidden_layers": 4}, "tensor model.layers.3.* is missing"),
         ("llama2", {"rope_parameters": {"rope_type": "dynamic"}}, "RoPE scaling of type 'dynamic'"),
         ("llama2", {"rope_parameters": {"rope_type": "linear"}}, "config.json .* has no 'factor'"),
@@ -468,17 +465,14 @@ def _edit(folder: Path, change: dict, drop: tuple[str, ...] = ()) -> None:
             },
             "RoPE scaling of sliding_attention is supported only if full_attention has the same",
         ),
-        (
-            "gemma3",
-            {"rope_parameters": {"rope_type": "default"}},
-            "rope_parameters must have only the keys .* and sliding_attention, got rope_type",
-        ),
+        ("gemma3", {"rope_parameters": {"rope_type": "default"}},
+         "rope_parameters must have only the keys .* and sliding_attention, got rope_type"),
         ("gemma2", {"sliding_window": None}, "sliding_window = None is not supported with"),
         ("olmo2", {"attention_bias": True}, "attention_bias = True is not supported"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu' is not supported"),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_ours_cannot_be_is_refused_by_name(name, change, message, folders, tmp_path):
     folder = Path(shutil.copytree(folders[name], tmp_path / name))
     _edit(folder, change)
