@@ -20,7 +20,7 @@ from attention_cases import (
     tiles_of,
     with_grads,
 )
-from close import assert_close_f64, relative_error
+from close import assert_all_close, assert_close_f64, relative_error
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from well_formed import told_right, well_formed
@@ -78,8 +78,7 @@ def test_values_may_have_a_head_dim_of_their_own(impl, dims) -> None:
         return attention(q, k, v, q_runs=((2, 7),), return_lse=True, impl=impl)
 
     found, wanted = (with_grads(run, (q, k, v), do) for run in (ours, dense))
-    for a, b in zip(found, wanted, strict=True):
-        assert_close_f64(a, b, 1e-12)
+    assert_all_close(found, wanted, 1e-12)
     own = attention(q, k, v, scale=0.5, impl=impl)
     wide = attention(q, k, F.pad(v, (0, D - Dv)) if Dv < D else v, scale=0.5, impl=impl)
     assert_close_f64(own, wide[..., :Dv], 1e-12)
@@ -101,8 +100,7 @@ def test_real_numbers_may_change_under_a_compiler(dynamic) -> None:
         inputs = [x.requires_grad_() for x in inputs]
         found, wanted = (run(*inputs, scale, softcap) for run in (compiled, f))
         grads = (torch.autograd.grad(y.sin().sum(), inputs) for y in (found, wanted))
-        for a, b in zip((found, *next(grads)), (wanted, *next(grads)), strict=True):
-            assert_close_f64(a, b, 1e-13)
+        assert_all_close((found, *next(grads)), (wanted, *next(grads)), 1e-13)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -169,8 +167,7 @@ def test_strided_inputs_and_gradients_are_read_right(impl, unit) -> None:
         do = torch.ones((), dtype=F64).expand(do.shape)
     want = with_grads(reference.attention, inputs, do, dlse)
     got = with_grads(attention, inputs, do, dlse, return_lse=True, impl=impl)
-    for g, w in zip(got, want):
-        assert_close_f64(g, w, 1e-13)
+    assert_all_close(got, want, 1e-13)
 
 
 def test_rows_of_queries_and_of_do_may_lie_at_other_distances() -> None:
@@ -181,8 +178,7 @@ def test_rows_of_queries_and_of_do_may_lie_at_other_distances() -> None:
     dlse = dlse.permute(1, 2, 0)
     want = with_grads(reference.attention, inputs, do, dlse)
     got = with_grads(attention, inputs, do, dlse, return_lse=True, impl="triton")
-    for g, w in zip(got, want):
-        assert_close_f64(g, w, 1e-13)
+    assert_all_close(got, want, 1e-13)
     delta = attention_delta(got[0].detach(), do, dlse, impl="triton")
     assert_close_f64(delta, (want[0].detach() * do).sum(3).transpose(1, 2) - dlse, 1e-12)
 
@@ -379,8 +375,7 @@ def test_blocks_of_keys_with_the_final_lse_add_up_to_the_whole(impl) -> None:
             dq += dq_part
             dkdv.append(rest)
         dk, dv = (torch.cat(parts, 1) for parts in zip(*dkdv))
-        for g, w in zip((dq, dk, dv), want[2:]):
-            assert_close_f64(g, w, 1e-3)
+        assert_all_close((dq, dk, dv), want[2:], 1e-3)
 
 
 def test_the_blocks_of_the_torch_path_cover_what_is_visible_exactly_once() -> None:
@@ -579,8 +574,7 @@ def test_it_compiles_into_one_graph_with_gradients() -> None:
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     want, got = loss(*inputs), compiled(*inputs)
     assert torch.equal(got, want)
-    for g, w in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs)):
-        assert_close_f64(g, w, 1e-14)
+    assert_all_close(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs), 1e-14)
 
 
 @pytest.mark.parametrize(

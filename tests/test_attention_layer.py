@@ -7,8 +7,9 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from close import assert_close_f64
+from close import assert_all_close, assert_close_f64, assert_same_bits
 from einops import rearrange
+from every_rank import every_rank
 from sharded import MESHES, RTOL, check_layer, draw, own
 from threads import run_threads
 from torch import Tensor, nn
@@ -123,8 +124,7 @@ def test_windows_softcaps_and_sinks_follow_the_formula(options):
         y = fn(draw(1, 2, 7, 36))
         y.backward(draw(2, 2, 7, 36))
         grads.append([y, *(p.grad for p in layer.parameters())])
-    for ours, truth in zip(*grads, strict=True):
-        assert_close_f64(ours, truth, RTOL)
+    assert_all_close(*grads, RTOL)
     x, cache = draw(1, 2, 7, 36), KVCache(9)
     for tokens in torch.arange(7).split([4, 1, 2]):  # decoding, which is a separate call
         rope = rope_table(tokens, 6, theta=layer.style.rope_theta or 2.0, dtype=torch.float64)
@@ -315,8 +315,7 @@ def test_kv_cache_holds_its_capacity_per_layer_and_overwrites_from_start():
             new = [draw(n + i, 2, n, heads, 4) for i in range(2)]
             found = cache.extend(layer, *new)
             kept[layer] = [torch.cat(t, 1) for t in zip(kept[layer], new)] if cache.start else new
-            for ours, truth in zip(found, kept[layer], strict=True):
-                assert torch.equal(ours, truth)
+            assert_same_bits(found, kept[layer])
         cache.start += n
     with pytest.raises(ValueError, match=r"^the KV cache holds at most 5 tokens, got 6$"):
         cache.extend("a", *(torch.ones(2, 1, 2, 4) for _ in "kv"))
@@ -361,7 +360,8 @@ def test_heads_cut_over_tensor_ranks_equal_one_device(sizes):
     run_threads(sizes.world, _on_ranks, sizes)
 
 
-def _on_context_ranks(rank: int) -> None:
+@every_rank(4)
+def test_a_sequence_cut_over_context_ranks_is_attended_whole(rank: int) -> None:
     mesh = Mesh(cp=2, tp=2).connect()
     _over_context_ranks(mesh, {})
     for strategy in ("ring", "gather", "stream", "ulysses"):
@@ -394,7 +394,3 @@ def _over_context_ranks(mesh: ConnectedMesh, how: dict) -> None:
         assert_close_f64(grad, record.slice(expected[name], mesh.coords), RTOL)
     with pytest.raises(ValueError, match="the layout has 1 parts but the group has 2 ranks"):
         layer(own(x, None, mesh))  # a sharded sequence needs a context
-
-
-def test_a_sequence_cut_over_context_ranks_is_attended_whole():
-    run_threads(4, _on_context_ranks)

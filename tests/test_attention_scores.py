@@ -14,7 +14,7 @@ from attention_cases import (
     tiles_of,
     with_grads,
 )
-from close import assert_close_f64, relative_error
+from close import assert_all_close, assert_close_f64, assert_same_bits, relative_error
 from einops import rearrange
 from well_formed import well_formed
 
@@ -121,15 +121,13 @@ def test_a_sink_counts_once_when_blocks_of_keys_are_merged(impl) -> None:
     options = {"causal": False, "impl": impl}
     one = attention_fwd(q, k[:, :20], v[:, :20], sinks=sinks, **options)
     two = attention_fwd(q, k[:, 20:], v[:, 20:], **options)
-    for g, w in zip(merge(*one, *two), want):
-        assert_close_f64(g, w, 1e-13)
+    assert_all_close(merge(*one, *two), want, 1e-13)
     twice = attention_fwd(q, k[:, 20:], v[:, 20:], sinks=sinks, **options)
     assert relative_error(merge(*one, *twice)[0], want[0]) > 1e-2
     o, lse = torch.zeros_like(q), sinks[:, None].expand(1, 2, 37).clone()
     for rows in (slice(20, 37), slice(20)):
         attention_fwd(q, k[:, rows], v[:, rows], into=(o, lse), **options)
-    for g, w in zip((o, lse), want):
-        assert_close_f64(g, w, 1e-13)
+    assert_all_close((o, lse), want, 1e-13)
 
 
 # ---------------------------------------------------------------- 3. dropout
@@ -303,8 +301,7 @@ def test_the_custom_op_passes_opcheck_and_compiles(impl) -> None:
     got, want = compiled(*qkv, sinks), loss(*qkv, sinks)
     assert torch.equal(got, want)
     inputs = (*qkv, sinks)
-    for g, w in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs)):
-        assert torch.equal(g, w)
+    assert_same_bits(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs))
 
 
 @IMPLS

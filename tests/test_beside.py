@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from close import assert_close_f64
+from every_rank import every_rank
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -88,7 +89,8 @@ def _leaf(x: Tensor, name: str, first: bool) -> Tensor:
     )
 
 
-def _check(rank: int) -> None:
+@every_rank(2, run_ranks)
+def test_plain_parameters_next_to_dtensors_are_replicated_or_refused(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -118,7 +120,3 @@ def _check(rank: int) -> None:
     weight = distribute_tensor(_draw(8), mesh, [Shard(0)])  # in a declared model, also a plain x
     found = shard(_Calls(rms_norm), {}, mesh)(X, weight)
     assert_close_f64(found.full_tensor(), rms_norm(X, _draw(8)), 1e-13)
-
-
-def test_plain_parameters_next_to_dtensors_are_replicated_or_refused() -> None:
-    run_ranks(2, _check)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from close import assert_all_close, assert_close_f64, assert_error_budget, assert_same_bits
 from einops import rearrange
+from every_rank import every_rank
 from ranks import run_ranks
 from sharded import MESHES, RTOL, check_layer, draw
 from threads import run_threads
@@ -328,7 +329,8 @@ def _train(block: nn.Module, x: Tensor) -> list[Tensor]:
     return [torch.stack(losses), *whole]
 
 
-def _on_data_ranks(rank: int) -> None:
+@every_rank(2, run_ranks)
+def test_ddp_and_fsdp2_train_it_as_one_device_does(rank: int) -> None:
     x = draw(1, 4, 6, E)
     for style in (GPT2, LLAMA | {"recompute": "up"}):
         alone = _block(style)
@@ -339,10 +341,6 @@ def _on_data_ranks(rank: int) -> None:
             mine, *parameters = _train(wrapped, x.chunk(2)[rank])
             torch.distributed.all_reduce(mine)
             assert_all_close([mine / 2, *parameters], [losses, *expected])
-
-
-def test_ddp_and_fsdp2_train_it_as_one_device_does():
-    run_ranks(2, _on_data_ranks)
 
 
 # ------------------------------------------------------------------- parts that were replaced
@@ -432,7 +430,8 @@ def test_gradients_of_biases_and_norms_are_summed_as_wide_as_they_are_wanted(dty
     assert block.attention.out.bias.grad.abs().max() > 1e5
 
 
-def _submodules_sharded(rank: int) -> None:
+@every_rank(2, run_ranks)
+def test_fsdp2_may_shard_submodules(rank: int) -> None:
     x, whole = draw(1, 4, 6, E), _block(GPT2)
     order = rearrange(x, "(half rank) s e -> (rank half) s e", rank=2)
     losses, *expected = _train(whole, order)
@@ -443,10 +442,6 @@ def _submodules_sharded(rank: int) -> None:
         mine, *parameters = _train(fully_shard(block), x.chunk(2)[rank])
         torch.distributed.all_reduce(mine)
         assert_all_close([mine / 2, *parameters], [losses, *expected])
-
-
-def test_fsdp2_may_shard_submodules():
-    run_ranks(2, _submodules_sharded)
 
 
 @pytest.mark.parametrize(

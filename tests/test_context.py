@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from close import assert_close_f64, relative_error
+from close import assert_all_close, assert_close_f64, relative_error
+from every_rank import every_rank
 from plants import Plant, instead, planted
 from ranks import run_ranks
 from rules import rulecheck
@@ -163,7 +164,8 @@ def test_so_they_do_in_the_hybrid_with_ulysses(ulysses: int) -> None:
     on_mesh(mesh, lambda connected: _every_option(connected.context, problems))
 
 
-def _hidden(rank: int) -> None:
+@every_rank(4, run_ranks)
+def test_hops_outside_the_window_are_not_computed(rank: int) -> None:
     """Test that hops which a window hides from a rank are passed on, but not computed."""
     layout, tiles = SequenceLayout(24, 4, "contiguous"), []
 
@@ -183,11 +185,8 @@ def _hidden(rank: int) -> None:
             assert not inner or len(tiles) == count, (window, causal, tiles)
 
 
-def test_hops_outside_the_window_are_not_computed() -> None:
-    run_ranks(4, _hidden)
-
-
-def _second_derivative(rank: int) -> None:
+@every_rank(2)
+def test_a_second_derivative_is_refused(rank: int) -> None:
     case = Case(SequenceLayout(8, 2))
     for strategy in STRATEGIES:
         inputs = [x.requires_grad_() for x in case.shard(rank)[0]]
@@ -198,10 +197,6 @@ def _second_derivative(rank: int) -> None:
             for x in inputs:
                 with pytest.raises(RuntimeError, match="Attention does not support second deriv"):
                     torch.autograd.grad(dx.sum() + (x * x).sum(), x, retain_graph=True)
-
-
-def test_a_second_derivative_is_refused() -> None:
-    run_threads(2, _second_derivative)
 
 
 def _any_length(rank: int, world: int) -> None:
@@ -251,11 +246,11 @@ def test_without_a_group_it_is_plain_attention() -> None:
     case = Case(SequenceLayout(7, 1))
     q, k, v = case.draw()[0]
     o, lse = context_attention(q, k, v, layout=case.layout, group=None, return_lse=True)
-    for got, expected in zip((o, lse), whole_attention(q, k, v, True)):
-        assert_close_f64(got, expected)
+    assert_all_close((o, lse), whole_attention(q, k, v, True), 1e-11)
 
 
-def _low_precision(rank: int) -> None:
+@every_rank(2, run_ranks)
+def test_bf16_and_autocast_on_two_ranks(rank: int) -> None:
     """bf16 partial sums stay fp32 in transit, so the strategies differ by one final rounding."""
     case = Case(SequenceLayout(32, 2), dtype=torch.bfloat16)
     with mock.patch.object(
@@ -273,7 +268,8 @@ def _low_precision(rank: int) -> None:
     assert torch.equal(cast, context_attention(*(x.bfloat16() for x in inputs), **options))
 
 
-def _streamed(rank: int) -> None:
+@every_rank(2, run_ranks)
+def test_stream_is_gather_head_by_head(rank: int) -> None:
     """ "gather" runs in Hkv messages of one head each; the next one starts before a tile."""
     case = Case(SequenceLayout(12, 2), heads=8, kv_heads=4)
     events: list[int | str] = []
@@ -298,7 +294,8 @@ def _streamed(rank: int) -> None:
         assert relative_error(got, expected) <= 1e-14
 
 
-def _own_value_dim(rank: int) -> None:
+@every_rank(2)
+def test_values_may_have_a_head_dim_of_their_own(rank: int) -> None:
     """Like `attention`, this operator accepts values of another head dim, on several ranks."""
     layout, (q, k, v) = SequenceLayout(12, 2), torch.randn(3, 1, 12, 2, 6, dtype=torch.float64)
     v = v[..., :4]
@@ -312,7 +309,8 @@ def _own_value_dim(rank: int) -> None:
 _start = gather.start_all_gather
 
 
-def _any_strides(rank: int) -> None:
+@every_rank(2)
+def test_any_strides(rank: int) -> None:
     """Heads, rows and elements may have any strides, also in the output's gradient."""
     case = Case(SequenceLayout(12, 2), heads=4, kv_heads=2)
     truth = [case.layout.shard(x, rank, dim) for x, dim in zip(case.truth(), (1, 2, 1, 1, 1))]
@@ -324,24 +322,7 @@ def _any_strides(rank: int) -> None:
             x.requires_grad_()
         options = {"layout": case.layout, "group": dist.group.WORLD, "strategy": strategy}
         out = context_attention(*inputs, **options, return_lse=True)
-        for got, expected in zip((*out, *torch.autograd.grad(out, inputs, (do, dlse))), truth):
-            assert_close_f64(got, expected)
-
-
-def test_any_strides() -> None:
-    run_threads(2, _any_strides)
-
-
-def test_stream_is_gather_head_by_head() -> None:
-    run_ranks(2, _streamed)
-
-
-def test_values_may_have_a_head_dim_of_their_own() -> None:
-    run_threads(2, _own_value_dim)
-
-
-def test_bf16_and_autocast_on_two_ranks() -> None:
-    run_ranks(2, _low_precision)
+        assert_all_close((*out, *torch.autograd.grad(out, inputs, (do, dlse))), truth, 1e-11)
 
 
 # ------------------------------------------------------------------ 2. planted faults in "gather"
@@ -371,7 +352,8 @@ FAULTS: dict[str, tuple[tuple[Plant, ...], set[str]]] = {
 _delta = context.attention_delta
 
 
-def _gather_with_faults(rank: int) -> None:
+@every_rank(3, run_ranks)
+def test_planted_faults_show_exactly_where_they_should(rank: int) -> None:
     case = Case(SequenceLayout(24, 3))
     for fault, (plants, wrong) in FAULTS.items():
         with planted(*plants):
@@ -380,14 +362,11 @@ def _gather_with_faults(rank: int) -> None:
         assert all(error <= 1e-11 for n, error in errors.items() if n not in wrong), fault
 
 
-def test_planted_faults_show_exactly_where_they_should() -> None:
-    run_ranks(3, _gather_with_faults)
-
-
 # ------------------------------------------------------------------ 3. choice and errors
 
 
-def _refused(rank: int) -> None:
+@every_rank(2)
+def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int) -> None:
     layout, q, kv = SequenceLayout(16, 2), torch.zeros(2, 8, 4, 8), torch.zeros(2, 8, 2, 8)
     wrong = [
         ((q, kv, kv), {"layout": SequenceLayout(16, 4)}, "has 4 parts but the group has 2 ranks"),
@@ -448,10 +427,6 @@ def _refused(rank: int) -> None:
             context_attention(q, kv, kv, layout=layout, group=dist.group.WORLD, strategy="rings")
         with pytest.raises(AssertionError, match="something was sent"):
             context_attention(q, kv, kv, layout=layout, group=dist.group.WORLD)
-
-
-def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
-    run_threads(2, _refused)
 
 
 # ------------------------------------------------------------------ 4. types
