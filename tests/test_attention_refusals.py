@@ -29,8 +29,8 @@ NUMBERS: Rows = [
     ({"window": (3, 0)}, r"window must be an integer, got \(3, 0\)"),
     ({"window": ints(3, 4)}, r"window must be an integer, got tensor\(\[3, 4\]\)"),
     *[
-        ({name: value}, words and f"{name} must be positive and finite.* got {value}")
-        for name in ("scale", "softcap")
+        ({name: value}, words and f"{name} must be positive and finite{none}, got {value}")
+        for name, none in (("scale", ""), ("softcap", " or None"))
         for value, words in ((1e-30, None), (0.0, "x"), (-1.0, "x"), (INF, "x"), (NAN, "x"))
     ],
     ({"scale": z()}, "scale must be a number"),
@@ -44,10 +44,10 @@ NUMBERS: Rows = [
     ({"dropout": NAN}, "need 0 <= dropout < 1, got nan"),
     ({"dropout_seed": 2**63 - 1}, None),
     ({"dropout_seed": 2**63}, "0 <= seed < 2"),
-    ({"dropout_seed": -1}, "0 <= seed < 2"),
+    ({"dropout_seed": -1}, r"0 <= seed < 2\*\*63 .* got -1 and 0 and 0$"),
     ({"dropout_origin": (2**32 - 1, 2**32 - 1)}, None),
     ({"dropout_origin": (2**32, 0)}, "0 <= sample, head < 2.* got 0 and 4294967296 and 0"),
-    ({"dropout_origin": (0, 2**32)}, "0 <= sample, head < 2.* got 0 and 0 and 4294967296"),
+    ({"dropout_origin": (0, 2**32)}, r"0 <= sample, head < 2\*\*32, got 0 and 0 and 4294967296$"),
     ({"dropout_origin": (-1, 0)}, "0 <= sample, head < 2"),
     ({"dropout_origin": (0,)}, r"must be \(sample, head\), got \(0,\)"),
     ({"dropout_origin": (0, 0, 0)}, r"must be \(sample, head\)"),
@@ -160,6 +160,7 @@ FORWARD: Rows = [
     ({"sinks": z(2)}, r"dtype and shape \(4,\), got torch.float32 \(2,\)"),
     ({"sinks": z(4, 1)}, r"dtype and shape \(4,\)"),
     ({"sinks": z(4, dtype=INT)}, r"sinks must have a float dtype .*, got torch.int64 \(4,\)"),
+    ({"sinks": z(4).to("meta")}, "one device, got cpu and meta"),
     ({**TWELVE, "documents": ints(0, 12)}, None),
     ({**TWELVE, "documents": ints(0, 8)}, "documents must end at 12, the end"),
     ({**TWELVE, "documents": OF_KEYS}, "not one document id for each of the 12 tokens"),
@@ -174,7 +175,7 @@ HALF: Rows = [
     ({"out_dtype": INT}, "out_dtype must be a floating dtype"),
     ({"out_dtype": FLOAT8}, "out_dtype must be a floating dtype of at least 16 bits"),
     ({"into": (O, LSE)}, None),
-    ({"into": (O, LSE), "sinks": z(4)}, "initialize `into` with o = 0 and lse = sinks"),
+    ({"into": (O, LSE), "sinks": z(4)}, "include sinks, initialize `into` with o = 0 and lse = si"),
     (
         {"into": (O, LSE), "out_dtype": torch.float32},
         "`into` cannot be combined with `sinks` or `out_dtype`",
@@ -190,7 +191,10 @@ HALF: Rows = [
     ),
     ({"into": (strided(O), LSE)}, "stride 1"),
     ({"into": (O[:, :7], LSE)}, "o to accumulate into must be"),
-    ({"into": (O.half(), LSE)}, "o to accumulate into must be torch.float32"),
+    (
+        {"into": (O.half(), LSE)},
+        r"o to accumulate into must be torch.float32 of shape \(2, 8, 4, 4",
+    ),
     ({"into": (O.clone().requires_grad_(), LSE)}, "must not require grad"),
     ({"into": (O[:, :, :1].expand_as(O), LSE)}, "elements must not share memory"),
     ({"into": (O, LSE[..., :7].contiguous())}, "lse to accumulate into must be"),
@@ -231,8 +235,9 @@ BACKWARD: Rows = [
      r"dk to accumulate into must be .* \(2, 8, 2, 4\) .* \(2, 8, 4, 4\), strides"),
     ({"into": (None, K, G)},
      r"dv to accumulate into must be .* \(2, 8, 2, 4\) .* \(2, 8, 4, 4\), strides"),
-    ({"into": (G.double(), None, None)}, "dq to accumulate into must be torch.float32"),
-    ({"into": (strided(G), None, None)}, "stride 1"),
+    ({"into": (G.double(), None, None)},
+     "dq to accumulate into must be torch.float32 .* got torch.float64"),
+    ({"into": (strided(G), None, None)}, "dq to accumulate into .* stride 1 in the last dim"),
 ]  # fmt: skip
 DELTA: Rows = [
     ({}, None),

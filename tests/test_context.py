@@ -177,10 +177,8 @@ def test_hops_outside_the_window_are_not_computed(rank: int) -> None:
     with mock.patch.object(ring, "block_fwd", counted):
         for window, causal, count in ((7, True, 2), (8, True, 3), (7, False, 3), (1, True, 1)):
             tiles.clear()
-            context_attention(
-                *inputs, layout=layout, group=dist.group.WORLD, strategy="ring",
-                causal=causal, window=window,
-            )  # fmt: skip
+            options = {"layout": layout, "group": dist.group.WORLD, "strategy": "ring"}
+            context_attention(*inputs, **options, causal=causal, window=window)
             inner = rank == 2  # it has enough ranks on either side
             assert not inner or len(tiles) == count, (window, causal, tiles)
 
@@ -190,9 +188,8 @@ def test_a_second_derivative_is_refused(rank: int) -> None:
     case = Case(SequenceLayout(8, 2))
     for strategy in STRATEGIES:
         inputs = [x.requires_grad_() for x in case.shard(rank)[0]]
-        o = context_attention(
-            *inputs, layout=case.layout, group=dist.group.WORLD, strategy=strategy
-        )
+        options = {"layout": case.layout, "group": dist.group.WORLD, "strategy": strategy}
+        o = context_attention(*inputs, **options)
         for dx in torch.autograd.grad(o.sum(), inputs, create_graph=True):
             for x in inputs:
                 with pytest.raises(RuntimeError, match="Attention does not support second deriv"):
@@ -337,6 +334,7 @@ def _not_summed(dk: torch.Tensor, dv: torch.Tensor, layout: SequenceLayout, grou
     return layout.shard(dk, rank, 1), layout.shard(dv, rank, 1)
 
 
+_delta = context.attention_delta
 FAULTS: dict[str, tuple[tuple[Plant, ...], set[str]]] = {
     "no fault": ((), set()),
     "K‖V stay in rank order": ((instead(SequenceLayout, "unshard", _unsorted),), set(NAMES)),
@@ -349,7 +347,6 @@ FAULTS: dict[str, tuple[tuple[Plant, ...], set[str]]] = {
         {"dq", "dk"},
     ),
 }
-_delta = context.attention_delta
 
 
 @every_rank(3, run_ranks)
@@ -376,27 +373,19 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int) -> None
         ((q[..., :3, :], kv, kv), {}, "3 query heads are not divisible by 2 KV heads"),
         ((q[:, :7], kv[:, :7], kv[:, :7]), {}, r"8 tokens on each rank, but got q\[2, 7, 4, 8\]"),
         ((*[torch.zeros(2, 9, 4, 8)] * 3,), {}, r"8 tokens on each rank, but got q\[2, 9, 4, 8\]"),
-        (
-            (q, kv, kv),  # one of the 16 rows is padding
-            {"layout": SequenceLayout(15, 2), "documents": torch.tensor([0, 5, 16])},
-            r"documents must end at 15, the end .* got \[0, 5, 16\]",
-        ),
+        ((q, kv, kv),  # one of the 16 rows is padding
+         {"layout": SequenceLayout(15, 2), "documents": torch.tensor([0, 5, 16])},
+         r"documents must end at 15, the end .* got \[0, 5, 16\]"),
         ((q, kv.double(), kv), {},
          "the same floating dtype of .* got torch.float32, torch.float64, torch.float32"),
         ((q, kv.to("meta"), kv), {}, "one device, got cpu and meta"),
         ((q, kv, kv), {"documents": torch.tensor([0, 9, 4])},
          r"documents must be boundaries that ascend from 0, got \[0, 9, 4\]"),
-        (
-            (q, kv, kv),  # 16 tokens, 8 of them here
-            {"documents": torch.tensor([0, 5, 8])},
-            r"documents must end at 16, the end .* got \[0, 5, 8\]",
-        ),
-        (
-            (q, kv, kv),
-            {"documents": torch.zeros(3, 2, dtype=torch.int64)},
-            r"documents must have the shape .* \[2, n \+ 1\] or \[2, 2, n \+ 1\] for n documents, "
-            r"got \(3, 2\)",
-        ),
+        ((q, kv, kv), {"documents": torch.tensor([0, 5, 8])},  # 16 tokens, 8 of them here
+         r"documents must end at 16, the end .* got \[0, 5, 8\]"),
+        ((q, kv, kv), {"documents": torch.zeros(3, 2, dtype=torch.int64)},
+         r"documents must have the shape .* \[2, n \+ 1\] or \[2, 2, n \+ 1\] for n documents, "
+         r"got \(3, 2\)"),
         ((q, kv[:, :7], kv[:, :7]), {},
          r"8 tokens on each rank, but got q\[2, 8, 4, 8\], k\[2, 7, 2, 8\]"),
         ((q, kv, kv), {"documents": torch.arange(2).repeat_interleave(8)},
@@ -451,19 +440,14 @@ class _LocalRing(context._ContextAttention):
                 o = torch.cat([layout.shard(o, rank, 1) for rank in ranks], 1)
                 lse = torch.cat([layout.shard(lse, rank, 2) for rank in ranks], 2)
                 return LocalTensor({0: o}), LocalTensor({0: lse})
-            outputs, lanes = (
-                {},
-                len(inputs[0]) // layout.parts,
-            )  # a lane: one rank of the axes below
-            for lane in range(lanes):
+            outputs, lanes = {}, len(inputs[0]) // layout.parts
+            for lane in range(lanes):  # a lane: one rank of the axes below
                 members = range(lane, len(inputs[0]), lanes)
-                results = run_in_process(
-                    [
-                        ring.ring_forward(cp, *(x[rank] for x in inputs), **given)
-                        for cp, rank in enumerate(members)
-                    ]
-                )
-                outputs |= dict(zip(members, results))
+                steps = [
+                    ring.ring_forward(cp, *(x[rank] for x in inputs), **given)
+                    for cp, rank in enumerate(members)
+                ]
+                outputs |= dict(zip(members, run_in_process(steps)))
             ordered = sorted(outputs)
             return tuple(LocalTensor({r: outputs[r][i] for r in ordered}) for i in range(2))
 
@@ -486,12 +470,10 @@ def _mapped_kernel(q, k, v, options, **more):
     """Run the kernel with the q_runs of every rank."""
     inputs = [x._local_tensors for x in (q, k, v)]
     with maybe_disable_local_tensor_mode():
-        outputs = {
-            rank: block_fwd(
-                *(x[rank] for x in inputs), options._replace(q_runs=options.q_runs[rank]), **more
-            )
-            for rank in sorted(inputs[0])
-        }
+        outputs = {}
+        for rank in sorted(inputs[0]):
+            own = options._replace(q_runs=options.q_runs[rank])
+            outputs[rank] = block_fwd(*(x[rank] for x in inputs), own, **more)
     return tuple(LocalTensor({rank: out[i] for rank, out in outputs.items()}) for i in range(2))
 
 
@@ -500,22 +482,17 @@ def _qkv(batch: int = 3, seq: int = 8, heads: int = 4, kv_heads: int = 2) -> Ten
     return tuple(torch.randn(shape, dtype=torch.float64) for shape in shapes)
 
 
+def _arguments(strategy, layout, options: AttentionOptions | None = None) -> tuple:
+    return (*_qkv(), None, strategy, layout, "cp", None, options or AttentionOptions(), True)
+
+
 SHARDED = {name: {"cp": S(1)} for name in "qkv"}
 
 
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 def test_the_ring_has_the_type_it_states(kind: str) -> None:
     def args(parts: int) -> tuple:
-        return (
-            *_qkv(),
-            None,
-            ring.RING,
-            SequenceLayout(8, parts, kind),
-            "cp",
-            None,
-            AttentionOptions(),
-            True,
-        )
+        return _arguments(ring.RING, SequenceLayout(8, parts, kind))
 
     assert rulecheck(_LocalRing, args(2)).checked == [SHARDED]
     rulecheck(_LocalRing, args(4), SHARDED, mesh={"cp": 4})
@@ -526,7 +503,7 @@ def test_the_ring_has_the_type_it_states(kind: str) -> None:
 
 
 def test_gather_has_the_type_it_states() -> None:
-    args = (*_qkv(), None, gather.GATHER, _LocalLayout(8), "cp", None, AttentionOptions(), True)
+    args = _arguments(gather.GATHER, _LocalLayout(8))
 
     def call(shards: Shards, options: AttentionOptions) -> list:
         return [(slice(None), options._replace(q_runs=shards.layout.runs(shards.rank)))]
@@ -544,16 +521,7 @@ def test_a_wrong_rule_is_found() -> None:
         def forward(ctx, q, k, v, sinks, strategy, layout, group, ulysses_group, options, overlap):
             return whole_attention(q, k, v, options.causal)
 
-    args = (
-        *_qkv(),
-        None,
-        ring.RING,
-        SequenceLayout(8, 2),
-        "cp",
-        None,
-        AttentionOptions(causal=False),
-        True,
-    )
+    args = _arguments(ring.RING, SequenceLayout(8, 2), AttentionOptions(causal=False))
     with pytest.raises(RuleCheckError, match="differs from the reference"):
         rulecheck(_KeepsRows, args)
 
@@ -567,6 +535,7 @@ def test_types_on_a_mesh_of_1024_ranks(strategy: str) -> None:
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         placed = {"dp": S(0), "cp": S(1), "tp": S(2)}
         options = {"group": mesh.get_group("cp"), "strategy": strategy, "return_lse": True}
+        options["layout"] = SequenceLayout(16, 8)
         with set_current_mesh(mesh):
             q, k, v = (x.requires_grad_() for x in _qkv(1, 2, 8, 1))
             for x in (q, k, v):
@@ -581,22 +550,15 @@ def test_types_on_a_mesh_of_1024_ranks(strategy: str) -> None:
                 mock.patch.object(context, "check_boundaries"),  # it reads values of a shard
             ):
                 for documents in (None, bounds, *each):
-                    o, lse = context_attention(
-                        q, k, v, layout=SequenceLayout(16, 8), documents=documents, **options
-                    )
+                    o, lse = context_attention(q, k, v, documents=documents, **options)
                     assert_type(o, placed)
                     assert_type(lse, {"dp": S(0), "tp": S(1), "cp": S(2)})
                 for documents in alike[1:]:
                     with pytest.raises(SpmdTypeError, match="mesh_dp"):
-                        context_attention(
-                            q, k, v, layout=SequenceLayout(16, 8), documents=documents, **options
-                        )
-            same = k.detach().clone()
-            assert_type(same, placed | {"cp": R})
-            with (
-                typecheck(local=False),
-                pytest.raises(SpmdTypeError, match="mismatch on axis mesh_cp"),
-            ):
-                context_attention(q, same, v, layout=SequenceLayout(16, 8), **options)
+                        context_attention(q, k, v, documents=documents, **options)
+                same = k.detach().clone()
+                assert_type(same, placed | {"cp": R})
+                with pytest.raises(SpmdTypeError, match="mismatch on axis mesh_cp"):
+                    context_attention(q, same, v, **options)
     finally:
         dist.destroy_process_group()

@@ -100,6 +100,19 @@ def assert_within(actual: Tensor, truth: Tensor, bound: Tensor) -> None:
     assert excess <= 1, f"{excess:.2f} times the rounding bound"
 
 
+def check_roundings(impl, low, do, *, sinks=None, **options) -> tuple[tuple, tuple, list[Tensor]]:
+    """Assert that results err no more than their roundings; return them, the truth and bounds."""
+    exact = [x.detach().double().requires_grad_() for x in low]
+    wide = None if sinks is None else sinks.detach().double().requires_grad_()
+    truth = with_grads(reference.attention, exact, do.double(), sinks=wide, **options)
+    got = with_grads(attention, low, do, sinks=sinks, **options, return_lse=True, impl=impl)
+    bounds = rounding_bounds(low, do, sinks=sinks, **options)
+    for i, (g, t, bound) in enumerate(zip(got, truth, bounds, strict=True)):
+        assert g.dtype == (torch.float32 if i == 1 else low[0].dtype)
+        assert_within(g, t, bound)
+    return got, truth, bounds
+
+
 def check(impl, sizes, with_dlse=True, **options) -> tuple[Tensor, ...]:
     """Assert that outputs and gradients equal the reference, and return them."""
     qkv = draw(**sizes)
