@@ -176,10 +176,8 @@ HALF: Rows = [
     ({"out_dtype": FLOAT8}, "out_dtype must be a floating dtype of at least 16 bits"),
     ({"into": (O, LSE)}, None),
     ({"into": (O, LSE), "sinks": z(4)}, "include sinks, initialize `into` with o = 0 and lse = si"),
-    (
-        {"into": (O, LSE), "out_dtype": torch.float32},
-        "`into` cannot be combined with `sinks` or `out_dtype`",
-    ),
+    ({"into": (O, LSE), "out_dtype": torch.float32},
+     "`into` cannot be combined with `sinks` or `out_dtype`"),
     ({"into": O}, r"`into` must be \(o, lse\)"),
     ({"into": (O,)}, r"`into` must be \(o, lse\), got tuple of 1"),
     ({"into": (O, LSE, LSE)}, r"`into` must be \(o, lse\), got tuple of 3"),
@@ -191,16 +189,14 @@ HALF: Rows = [
     ),
     ({"into": (strided(O), LSE)}, "stride 1"),
     ({"into": (O[:, :7], LSE)}, "o to accumulate into must be"),
-    (
-        {"into": (O.half(), LSE)},
-        r"o to accumulate into must be torch.float32 of shape \(2, 8, 4, 4",
-    ),
+    ({"into": (O.half(), LSE)},
+     r"o to accumulate into must be torch.float32 of shape \(2, 8, 4, 4"),
     ({"into": (O.clone().requires_grad_(), LSE)}, "must not require grad"),
     ({"into": (O[:, :, :1].expand_as(O), LSE)}, "elements must not share memory"),
     ({"into": (O, LSE[..., :7].contiguous())}, "lse to accumulate into must be"),
     ({"into": (O, LSE.double())}, "lse to accumulate into must be a contiguous torch.float32"),
     ({"into": (O, strided(LSE))}, "lse to accumulate into must be a contiguous"),
-]
+]  # fmt: skip
 G, K = O.clone(), QKV["k"].clone()
 BACKWARD: Rows = [
     *NUMBERS,
