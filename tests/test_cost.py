@@ -260,12 +260,8 @@ def test_a_fused_gemm_moves_its_tensors() -> None:
 
 
 def test_a_qkv_projection_moves_its_tensors() -> None:
-    x, w, z, table = (
-        torch.randn(2, 3, 8),
-        torch.randn(20, 8),
-        torch.randn(2, 3, 20),
-        torch.ones(3, 2),
-    )
+    x, w, z = torch.randn(2, 3, 8), torch.randn(20, 8), torch.randn(2, 3, 20)
+    table = torch.ones(3, 2)
     shape = {"B": 2, "S": 3, "E": 8, "heads": 3, "kv_heads": 1, "D": 4, "size": 4}
     assert cost.qkv_rope(**shape).flops == 2 * 6 * 20 * 8 + 3 * 6 * 16
     assert cost.qkv_rope(**shape).bytes == _bytes(x, w, z, table, table)

@@ -50,11 +50,8 @@ def rounding_bounds(qkv, do, *, softcap=None, sinks=None, **mask) -> list[Tensor
     """
     q, k, v, do = (x.detach().double().transpose(1, 2) for x in (*qkv, do))
     (*_, S, D), group, scale = q.shape, q.shape[1] // k.shape[1], q.shape[3] ** -0.5
-    u, w, least = (
-        torch.finfo(qkv[0].dtype).eps / 2,
-        torch.finfo(torch.float32).eps / 2,
-        torch.finfo(torch.float32).tiny,
-    )
+    u, single = torch.finfo(qkv[0].dtype).eps / 2, torch.finfo(torch.float32)
+    w, least = single.eps / 2, single.tiny
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     s, off = scale * q @ k.mT, scale * q.abs() @ k.abs().mT
     capped = s if softcap is None else softcap * (s / softcap).tanh()

@@ -100,15 +100,10 @@ def train(
     try:
         connected = mesh.connect()
         with FakeTensorMode(allow_non_fake_inputs=False):
-            engine = Engine(
-                GPTConfig(**SIZES, **STYLES[style]),
-                connected,
-                ParallelPlan(microbatches=MICROBATCHES, zero=zero),
-                micro_batch_size=BATCH,
-                dtype=dtype,
-                device=torch.device(DEVICE, 0),
-                impl=impl,
-            )
+            config = GPTConfig(**SIZES, **STYLES[style])
+            plan = ParallelPlan(microbatches=MICROBATCHES, zero=zero)
+            how = {"dtype": dtype, "device": torch.device(DEVICE, 0), "impl": impl}
+            engine = Engine(config, connected, plan, micro_batch_size=BATCH, **how)
             likes = {(s, i): engine.message for s in range(mesh.pp) for i in range(MICROBATCHES)}
             engine.passes.transport._agree = lambda lists, stages: likes
             ids = torch.zeros(MICROBATCHES, BATCH, dtype=torch.int64, device=engine.device)
