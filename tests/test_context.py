@@ -545,6 +545,8 @@ def test_types_on_a_mesh_of_1024_ranks(strategy: str) -> None:
             alike = [bounds, *(x.clone() for x in each)]
             for x in (*each, *alike):
                 assert_type(x, {"dp": R if any(x is y for y in alike) else S(0), "cp": R, "tp": R})
+            same = k.detach().clone()
+            assert_type(same, placed | {"cp": R})
             with (
                 typecheck(local=False),
                 mock.patch.object(context, "check_boundaries"),  # it reads values of a shard
@@ -556,8 +558,6 @@ def test_types_on_a_mesh_of_1024_ranks(strategy: str) -> None:
                 for documents in alike[1:]:
                     with pytest.raises(SpmdTypeError, match="mesh_dp"):
                         context_attention(q, k, v, documents=documents, **options)
-                same = k.detach().clone()
-                assert_type(same, placed | {"cp": R})
                 with pytest.raises(SpmdTypeError, match="mismatch on axis mesh_cp"):
                     context_attention(q, same, v, **options)
     finally:

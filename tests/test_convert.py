@@ -451,7 +451,8 @@ def _refused(folder: Path | str, words: str) -> str:
          "RoPE scaling of sliding_attention is supported only if full_attention has the same"),
         ("gemma3", {"rope_parameters": {"rope_type": "default"}},
          "rope_parameters must have only the keys .* and sliding_attention, got rope_type"),
-        ("gemma2", {"sliding_window": None}, "sliding_window = None is not supported with"),
+        ("gemma2", {"sliding_window": None},
+         "sliding_window = None is not supported with sliding_attention"),
         ("olmo2", {"attention_bias": True}, "attention_bias = True is not supported"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu' is not supported"),
@@ -523,7 +524,7 @@ def test_folders_that_hold_no_model_are_refused(folders, tmp_path):
     for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32-be"):  # encodings that JSON allows
         (empty / "config.json").write_text('{"\u00e9": "\u20ac"}', encoding=encoding)
         assert read_json(empty / "config.json") == {"\u00e9": "\u20ac"}
-    for no_object in ("[]", "null", "1"):
+    for no_object in ("[]", "[1]", "null", "1"):
         (empty / "config.json").write_text(no_object)
         _refused(empty, r"config\.json must be an object, got \S+$")
     shutil.copy(folders["llama2"] / "config.json", empty)

@@ -144,15 +144,10 @@ REFUSED = {
     "heads of other widths": ("llama", {"hidden_size": 34, "head_dim": 8}, "34 is not divisible"),
     "gemma 2's": ("gemma2", {"hidden_size": 34, "head_dim": 8}, "34 is not divisible"),
     "gemma 3's": ("gemma3_text", {"hidden_size": 34, "head_dim": 8}, "34 is not divisible"),
-    "a scaled phi": (
-        "phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "scaling of phi3 models",
-    ),
+    "a scaled phi": ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}},
+                     "scaling of phi3 models"),
     "a part of a head": ("phi3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     "too few kinds": ("qwen3", {"layer_types": ["full_attention"]}, "has 1 entries for 2 layers"),
-    "no window": (
-        "gemma2", {"sliding_window": None, "layer_types": ["full_attention", "sliding_attention"]},
-        "None is not supported with sliding_attention",
-    ),
     "both ways": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional"),
     "scores by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inv"),
     "plain scores": ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = False"),
@@ -187,13 +182,10 @@ def test_default_rope_scaling_bands_are_written_as_explicit_numbers(kind):
     assert said.multiplier == own.multiplier
 
 
-def test_missing_folder_that_looks_like_a_hub_name_suggests_hf_download(tmp_path):
+def test_missing_folder_that_looks_like_a_hub_name_suggests_hf_download():
     for name, may in (("gpt2", True), ("owner/a-name.1", True), ("a/b/c", False), ("a b", False)):
         said = _refused(f"^{name} does not exist", read_json, Path(name) / "config.json")
         assert (f"hf download {name} --local-dir" in said) is may
-    (tmp_path / "config.json").write_text("[1]")
-    words = r"config.json must be an object, got \[1\]$"
-    _refused(words, read_json, tmp_path / "config.json")
 
 
 # ---------------------------------------------------------------- several files

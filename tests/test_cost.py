@@ -51,9 +51,8 @@ def test_attention_counts_the_band_of_a_window_and_every_document_alone() -> Non
     position = torch.arange(23)
     for window, lengths in ((5, None), (None, (9, 0, 14)), (5, (9, 3, 11)), (99, None)):
         documents = None if lengths is None else torch.tensor((0, *lengths)).cumsum(0)
-        seen = reference.visible(
-            position, position, causal=False, window=window, documents=documents
-        )
+        options = {"causal": False, "window": window, "documents": documents}
+        seen = reference.visible(position, position, **options)
         w = [min(window or n, n) for n in lengths or (23,)]
         full = cost.attention(2, 23, 23, 3, 7, causal=False, window=window, documents=lengths)
         causal = cost.attention(2, 23, 23, 3, 7, window=window, documents=lengths)
