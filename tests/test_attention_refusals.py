@@ -115,10 +115,8 @@ NUMBERS: Rows = [
     ({"documents": ints(0, 9), "q_runs": ((0, 8),)}, None),
     ({"documents": ints(0, 7), "k_runs": ((0, 8),)}, "documents must end at or after 8, the end"),
     ({"documents": ints(0, 0, 0, 1, 1, 2, 2, 2)}, "not one document id for each of the 8 tokens"),
-    (
-        {"documents": ints([0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 2, 3, 4, 5, 6, 8])},  # the first sample
-        r"not one document id for each of the 8 tokens, got \[2, 8\]",
-    ),
+    ({"documents": ints([0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 2, 3, 4, 5, 6, 8])},  # the first sample
+     r"not one document id for each of the 8 tokens, got \[2, 8\]"),
 ]  # fmt: skip
 TWELVE = {"q": z(2, 8, 4, 4), "k": z(2, 12, 2, 4), "v": z(2, 12, 2, 4)}
 OF_KEYS = ints(0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 3)
@@ -266,18 +264,14 @@ LSES = {"lse_a": LSE, "lse_b": LSE}
 TABLES = {
     "attention": Table(attention, QKV, FORWARD),
     "attention_fwd": Table(attention_fwd, QKV, HALF),
-    "attention_bwd": Table(
-        attention_bwd, {**QKV, "do": O, "o": O, "lse": LSE, "delta": None}, BACKWARD
-    ),
+    "attention_bwd": Table(attention_bwd, {**QKV, "do": O, "o": O, "lse": LSE, "delta": None},
+                           BACKWARD),
     "attention_delta": Table(attention_delta, {"o": O, "do": O}, DELTA),
     "packed": Table(check_packed, {"documents": None, "tokens": z(2, 8)}, PACKED),
     "merge": Table(merge, {"o_a": O, "o_b": O, **LSES}, MERGED),
-    "merge_": Table(
-        lambda o_a, lse_a, o_b, lse_b: merge_(o_a.clone(), lse_a.clone(), o_b, lse_b),
-        {"o_a": O, "o_b": O, **LSES},
-        MERGED,
-    ),
-}
+    "merge_": Table(lambda o_a, lse_a, o_b, lse_b: merge_(o_a.clone(), lse_a.clone(), o_b, lse_b),
+                    {"o_a": O, "o_b": O, **LSES}, MERGED),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TABLES)

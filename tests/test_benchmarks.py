@@ -12,6 +12,7 @@ import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -275,9 +276,8 @@ def test_a_message_lasts_from_its_post_until_it_has_arrived(load, monkeypatch):
     (message,), (under, after) = found.messages, found.products
     assert message[0] <= under[0] <= under[1] <= message[1] <= after[0]
     assert {under, after} < set(found.computation)
-    by_products, by_all = (
-        timeline.hidden([message], work) for work in (found.products, found.computation)
-    )
+    kinds = (found.products, found.computation)
+    by_products, by_all = (timeline.hidden([message], kind) for kind in kinds)
     assert 0 < by_products < by_all < 1
     assert dist.batch_isend_irecv([]) == [work]  # nothing is watched any longer
 
@@ -296,6 +296,12 @@ def test_weights_go_to_transformers_in_its_own_order(load):
 
 
 # ---------------------------------------------------------------- kernels
+
+
+@pytest.fixture
+def harness(load):
+    return load("kernel_harness")
+
 
 FAMILIES = ("attention", "norm", "gemm", "loss", "optimizer", "training")
 
@@ -331,8 +337,7 @@ def _problem(harness, **changes):
     return harness.Problem(**given | changes)
 
 
-def test_a_wrong_variant_is_not_timed(load):
-    harness = load("kernel_harness")
+def test_a_wrong_variant_is_not_timed(harness):
     inputs = (torch.randn(9),)
     right = _problem(harness)
     assert set(harness.check(right, inputs)) == {"warpweave", "torch"}
@@ -347,12 +352,8 @@ def test_a_wrong_variant_is_not_timed(load):
         harness.check(short, inputs)
 
 
-def test_a_baseline_that_torch_refuses_is_named_and_ours_never_is(load):
-    harness = load("kernel_harness")
-
-    def refuse(x):
-        raise RuntimeError("no kernel for this\nand a long story")
-
+def test_a_baseline_that_torch_refuses_is_named_and_ours_never_is(harness):
+    refuse = mock.Mock(side_effect=RuntimeError("no kernel for this\nand a long story"))
     variants = _problem(harness).variants | {"cuDNN": refuse}
     problem = harness.able(_problem(harness, variants=variants), (torch.ones(9),))
     assert set(problem.variants) == {"warpweave", "torch"}
@@ -361,8 +362,7 @@ def test_a_baseline_that_torch_refuses_is_named_and_ours_never_is(load):
     assert "warpweave" in ours.variants  # the check then raises
 
 
-def test_variants_that_write_in_place_get_inputs_of_their_own(load):
-    harness = load("kernel_harness")
+def test_variants_that_write_in_place_get_inputs_of_their_own(harness):
     variants = {name: lambda x: (x.mul_(2),) for name in ("warpweave", "torch")}
     problem = _problem(harness, variants=variants)
     x = torch.randn(9)
@@ -372,8 +372,7 @@ def test_variants_that_write_in_place_get_inputs_of_their_own(load):
     assert torch.equal(x, before)
 
 
-def test_measured_rows_pair_rounds_and_use_the_measured_peak(load):
-    harness = load("kernel_harness")
+def test_measured_rows_pair_rounds_and_use_the_measured_peak(harness):
     ticks = {"warpweave": iter([9.0, 9.0, 9.0, 1.0, 2.0]), "torch": iter([9.0, 9.0, 9.0, 2.0, 4.0])}
     calls = {name: lambda n=name: n for name in ticks}
     times = harness.interleave(calls, lambda call: next(ticks[call()]), rounds=5, warmup=0)
@@ -387,8 +386,7 @@ def test_measured_rows_pair_rounds_and_use_the_measured_peak(load):
     assert ours.of_peak == pytest.approx(max(9 / 1e3, 72 / 1e5) * 1e3 / ours.ms)
 
 
-def test_what_was_measured_is_written_before_the_next_is(load, tmp_path, capsys):
-    harness = load("kernel_harness")
+def test_what_was_measured_is_written_before_the_next_is(harness, tmp_path, capsys):
     first, second = _problem(harness), _problem(harness, shape="n=10", absent={"x": "not here"})
     table = harness.Table("family", "claim", tmp_path, [first, second])
     table.open(kind="gpu", device="a GPU")
@@ -649,14 +647,11 @@ def test_a_baseline_that_trains_otherwise_is_not_timed(training, monkeypatch):
 def test_who_finds_no_memory_or_time_is_named(training):
     plain = training.makers(STYLES["gpt2"], 2, None)["torch.compile model"]
     made = {"warpweave": plain, "torch.compile model": plain}  # one model for both, to save time
-
-    def full(*_):
-        raise torch.OutOfMemoryError("out of memory. Tried to allocate 2 GiB\nand a long story")
-
+    oom = "out of memory. Tried to allocate 2 GiB"
+    full = mock.Mock(side_effect=torch.OutOfMemoryError(f"{oom}\nand a long story"))
     rows, absent = _measure(training, makers=made | {"torch.compile model": full})
     assert [row.variant for row in rows] == ["warpweave"]
-    why = absent["torch.compile model for gpt2 step"]
-    assert why == "out of memory. Tried to allocate 2 GiB"
+    assert absent["torch.compile model for gpt2 step"] == oom
     rows, absent = _measure(training, makers=made | {"warpweave": full})
     assert rows == []
     assert "warpweave for gpt2 step" in absent
@@ -666,15 +661,11 @@ def test_who_finds_no_memory_or_time_is_named(training):
     def later(call):  # all models exist: the second finds no memory left
         return full() if next(calls) == 1 else 1.0
 
-    bench = dataclasses.replace(training.bench, clock=later)
-    rows, absent = _measure(training, bench=bench, makers=made)
-    assert [row.variant for row in rows] == ["warpweave"]
-    assert absent["torch.compile model for gpt2 step"].startswith("out of memory")
-
-    bench = dataclasses.replace(training.bench, left=lambda: -1.0)
-    rows, absent = _measure(training, bench=bench, makers=made)
-    assert [row.variant for row in rows] == ["warpweave"]
-    assert absent["torch.compile model for gpt2 step"] == "out of time"
+    for change, why in (({"clock": later}, oom), ({"left": lambda: -1.0}, "out of time")):
+        bench = dataclasses.replace(training.bench, **change)
+        rows, absent = _measure(training, bench=bench, makers=made)
+        assert [row.variant for row in rows] == ["warpweave"]
+        assert absent["torch.compile model for gpt2 step"] == why
 
 
 def test_compiled_reports_facts_and_marks_predictions(load, last, tmp_path):

@@ -11,6 +11,7 @@ import os
 import re
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -410,10 +411,7 @@ def test_a_file_that_cannot_be_read_any_more_is_an_error_of_its_checkpoint(
     """It was deleted after verification, or the library that reads it rejects it."""
     reader = open_checkpoint(_save(tmp_path))
     file = reader.path / "rank00000-00000.safetensors"
-
-    def refuses(*args, **options):
-        raise SafetensorError("planted\nin two lines")
-
+    refuses = mock.Mock(side_effect=SafetensorError("planted\nin two lines"))
     monkeypatch.setattr("warpweave.checkpoint.read.safe_open", refuses)
     for says in ("planted in two lines", ".*No such file.*"):
         for read in (reader.tensor, reader.mapped):
@@ -489,9 +487,7 @@ def test_a_step_that_cannot_be_published_leaves_the_one_of_its_number(
 # ---------------------------------------------------------------- in the background
 
 
-def test_a_save_that_failed_is_told_once_and_the_next_one_is_saved(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_save_that_failed_is_told_once_and_the_next_one_is_saved(tmp_path: Path) -> None:
     saver = BackgroundSaver(None)
     assert (saver.path, saver.busy, saver.failed, saver.wait()) == (None, False, False, None)
     given = {"config": {}, "state": {}}
@@ -499,12 +495,7 @@ def test_a_save_that_failed_is_told_once_and_the_next_one_is_saved(
     first = saver.wait()
     assert first == saver.path == tmp_path / "step_00000001"
     for error in (CheckpointError("planted"), KeyboardInterrupt()):
-
-        def fails(*args, error=error, **options):
-            raise error
-
-        with monkeypatch.context() as patch:
-            patch.setattr(background, "save_checkpoint", fails)
+        with mock.patch.object(background, "save_checkpoint", side_effect=error):
             saver.save(tmp_path, 2, ONE, **given)
             saver._thread.join()
         assert (saver.busy, saver.failed, saver.path) == (False, True, first)
@@ -530,14 +521,8 @@ def test_a_tensor_of_another_shape_or_dtype_is_saved_as_it_is(tmp_path: Path) ->
         assert torch.equal(found, tensor)
 
 
-def test_an_error_of_the_block_is_raised_and_not_that_of_its_save(
-    tmp_path: Path, monkeypatch
-) -> None:
-    def fails(*args, **options):
-        raise CheckpointError("of the save")
-
-    monkeypatch.setattr(background, "save_checkpoint", fails)
-
+@mock.patch.object(background, "save_checkpoint", mock.Mock(side_effect=CheckpointError("save")))
+def test_an_error_of_the_block_is_raised_and_not_that_of_its_save(tmp_path: Path) -> None:
     def block(error: Exception | None) -> None:
         with BackgroundSaver(None) as saver:
             saver.save(tmp_path, 1, ONE, config={}, state={})

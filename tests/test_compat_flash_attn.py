@@ -34,15 +34,9 @@ def _truth(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0):
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     left, right = window
-    seen = torch.ones(queries, keys, dtype=torch.bool)
-    for i in range(queries):
-        for j in range(keys):
-            away = j - (i + keys - queries)
-            seen[i, j] = not (
-                (causal and away > 0)
-                or (left >= 0 and away < -left)
-                or (right >= 0 and away > right)
-            )
+    away = torch.arange(keys) - (torch.arange(queries)[:, None] + keys - queries)
+    hidden = (causal & (away > 0)) | ((left >= 0) & (away < -left))
+    seen = ~(hidden | ((right >= 0) & (away > right)))
     empty = ~seen.any(-1, keepdim=True)  # keeps scores finite, so that autograd has no NaN
     scores = scores.masked_fill(~seen & ~empty, -torch.inf)
     lse = scores.logsumexp(-1).masked_fill(empty[:, 0], -torch.inf)

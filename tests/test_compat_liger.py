@@ -76,15 +76,11 @@ LOSS = {"ignore_index": -100, "lse_square_scale": 0.0, "label_smoothing": 0.0, "
         "return_predicted_tokens": False}  # fmt: skip
 MLP = {"gate_proj.weight": (20, E), "up_proj.weight": (20, E), "down_proj.weight": (E, 20)}
 DEFAULTS = {
-    "LigerRMSNorm": (
-        {"weight": torch.ones(E)},
-        {"variance_epsilon": 1e-6, "offset": 0.0, "casting_mode": "llama", "in_place": True,
-         "row_mode": None, "elementwise_affine": True},
-    ),
-    "LigerLayerNorm": (
-        {"weight": torch.ones(E), "bias": torch.zeros(E)},
-        {"hidden_size": E, "eps": 1e-6, "variance_epsilon": 1e-6},
-    ),
+    "LigerRMSNorm": ({"weight": torch.ones(E)}, {
+        "variance_epsilon": 1e-6, "offset": 0.0, "casting_mode": "llama", "in_place": True,
+        "row_mode": None, "elementwise_affine": True}),
+    "LigerLayerNorm": ({"weight": torch.ones(E), "bias": torch.zeros(E)},
+                       {"hidden_size": E, "eps": 1e-6, "variance_epsilon": 1e-6}),
     "LigerSwiGLUMLP": (MLP, {"hidden_size": E, "intermediate_size": 20}),
     "LigerGEGLUMLP": (MLP, {"hidden_size": E, "intermediate_size": 20}),
     "LigerCrossEntropyLoss": ({}, LOSS | {"weight": None}),
@@ -443,12 +439,13 @@ def test_rotary(samples, unsqueeze_dim):
 
 # ---------------------------------------------------------------- errors
 
+THREE, FOUR = torch.ones(4, 7, 8), torch.ones(2, 4, 7, 8)
 CE, FUSED = liger.LigerCrossEntropyLoss, liger.LigerFusedLinearCrossEntropyLoss
 
 
-def _rotary(shape, **options):
+def _rotary(shape, sin=None, **options):
     x = torch.ones(2, 4, 7, 8)
-    return liger.liger_rotary_pos_emb(x, x, torch.ones(shape), torch.ones(shape), **options)
+    return liger.liger_rotary_pos_emb(x, x, torch.ones(shape), torch.ones(sin or shape), **options)
 
 
 REFUSED = {
@@ -467,25 +464,18 @@ REFUSED = {
     "fused z-loss": (lambda: FUSED(return_z_loss=True), "return_z_loss = True is not supported"),
     "negative smoothing": (lambda: CE(label_smoothing=-0.1), "must be in 0..1, got -0.1"),
     "smoothing": (lambda: FUSED(label_smoothing=1.01), "label_smoothing must be in 0..1, got 1.01"),
-    "flat sin": (
-        lambda: liger.liger_rotary_pos_emb(
-            *[torch.ones(2, 4, 7, 8)] * 2, torch.ones(7, 8), torch.ones(2, 7, 8)
-        ), r"cos and sin must have shape .* got \[1, 7, 8\] and \[2, 7, 8\]",
-    ),
+    "flat sin": (lambda: _rotary((7, 8), (2, 7, 8)),
+                 r"cos and sin must have shape .* got \[1, 7, 8\] and \[2, 7, 8\]"),
     "scaling": (lambda: FUSED(use_token_scaling=True), "use_token_scaling = True is not supp"),
     "accumulator": (lambda: FUSED(accum_dtype=torch.bfloat16), "accum_dtype = torch.bfloat16 is"),
     "bias": (lambda: FUSED()(*_case()[1::-1], _case()[2], torch.ones(V + 1)),
              f"bias must be .{V}., got"),
     "three dims": (lambda: CE()(torch.ones(2, 3, V), torch.ones(2, 3, dtype=torch.int64)),
                    "; flatten them"),
-    "three q": (
-        lambda: liger.liger_rotary_pos_emb(*[torch.ones(4, 7, 8), torch.ones(2, 4, 7, 8)] * 2),
-        "q and k must have four dims, got .4, 7, 8. and",
-    ),
-    "three k": (
-        lambda: liger.liger_rotary_pos_emb(*[torch.ones(2, 4, 7, 8), torch.ones(4, 7, 8)] * 2),
-        "q and k must have four dims, got .2, 4, 7, 8. and .4, 7, 8.",
-    ),
+    "three q": (lambda: liger.liger_rotary_pos_emb(*[THREE, FOUR] * 2),
+                "q and k must have four dims, got .4, 7, 8. and"),
+    "three k": (lambda: liger.liger_rotary_pos_emb(*[FOUR, THREE] * 2),
+                "q and k must have four dims, got .2, 4, 7, 8. and .4, 7, 8."),
     "flat logits": (lambda: CE()(torch.ones(V), torch.ones(V, dtype=torch.int64)), "flatten"),
     "labels": (
         lambda: FUSED()(torch.ones(V, E), torch.ones(6, E), torch.ones(2, 3, dtype=torch.int64)),

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -130,14 +131,12 @@ def planted(fault: str) -> Iterator[None]:
         there = torch.zeros_like(sample_ids, device="cpu")
         return batches(self, tokens, labels, there, valid, *more)
 
-    if fault == "read back":
-        Engine._count_valid = read_back
-    else:
-        Engine._micro_batches = on_the_host
-    try:
+    places = {
+        "read back": ("_count_valid", read_back),
+        "on the host": ("_micro_batches", on_the_host),
+    }
+    with mock.patch.object(Engine, *places[fault]):
         yield
-    finally:
-        Engine._count_valid, Engine._micro_batches = count, batches
 
 
 def failures(meshes: Iterable[tuple[dict[str, int], slice]]) -> dict[str, str | None]:

@@ -276,16 +276,8 @@ def traffic(symmetric: Sequence[SymmetricMemory] = ()) -> Iterator[Traffic]:
             meter.launch = None
 
     patched = dict(zip(names, (masked_load, masked_store, atomic_rmw, atomic_cas)), create_dot=dot)
-    try:
-        for name, function in patched.items():
-            setattr(builder, name, function)
-        executor.__call__ = launch
-        with meter:
-            yield meter.found
-    finally:
-        executor.__call__ = call
-        for name, function in plain.items():
-            setattr(builder, name, function)
+    with patch.multiple(builder, **patched), patch.object(executor, "__call__", launch), meter:
+        yield meter.found
 
 
 # ---------------------------------------------------------------- bounds of ops
