@@ -23,10 +23,8 @@ def _textbook(state, grads, scale=1.0, **rates) -> dict[str, torch.Tensor]:
     state = {k: x.double() for k, x in state.items()}
     rates = {**RATES, **rates}
     for step, grad in enumerate(grads, 1):
-        new = reference.adamw_step(
-            state["master"], grad, state["m"], state["v"],
-            step=step, grad_scale=scale, **rates,
-        )  # fmt: skip
+        own = (state["master"], grad, state["m"], state["v"])
+        new = reference.adamw_step(*own, step=step, grad_scale=scale, **rates)
         state = dict(zip(("master", "m", "v"), new))
     return state
 
@@ -49,21 +47,15 @@ def test_steps_equal_the_textbook_in_float64_whatever_gradients_arrive_in(dtype,
 
 
 @pytest.mark.parametrize(
-    "amount",
-    [{}, {"weight_decay": 0.0}, {"beta1": 0.0}, {"beta2": 0.0}, {"eps": 1e-2}],
+    "amount", [{}, {"weight_decay": 0.0}, {"beta1": 0.0}, {"beta2": 0.0}, {"eps": 1e-2}]
 )
 @IMPLS
 def test_steps_equal_torch_optim(amount, impl):
     rates = {**RATES, **amount}
     state = _start(37)
     twin = state["master"].clone().requires_grad_(True)
-    optimizer = torch.optim.AdamW(
-        [twin],
-        lr=rates["lr"],
-        betas=(rates["beta1"], rates["beta2"]),
-        eps=rates["eps"],
-        weight_decay=rates["weight_decay"],
-    )
+    own = {name: rates[name] for name in ("lr", "eps", "weight_decay")}
+    optimizer = torch.optim.AdamW([twin], betas=(rates["beta1"], rates["beta2"]), **own)
     for _ in range(3):
         grad = torch.randn(37, dtype=torch.float64)
         adamw_step(grad=grad, impl=impl, **state, **rates)
@@ -89,7 +81,7 @@ def test_a_million_and_three_elements_in_chunks():
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_float32_stays_within_the_error_budget_and_the_copy_is_exact(low, impl):
     n = 777
-    state, twin = _start(n, torch.float32), None
+    state = _start(n, torch.float32)
     twin = state["master"].clone().requires_grad_(True)
     optimizer = torch.optim.AdamW([twin], lr=RATES["lr"], betas=(0.9, 0.95), weight_decay=0.1)
     param = torch.zeros(n, dtype=low)
@@ -110,17 +102,9 @@ def test_a_skipped_step_leaves_everything_untouched(skip, impl):
     adamw_step(grad=torch.randn(11, dtype=torch.float64), impl=impl, **state, **RATES)
     param = torch.randn(11).half()  # not a copy of master: it must stay unchanged as well
     before = {k: x.clone() for k, x in (state | {"param": param}).items()}
-    grad = torch.full((11,), float("nan"), dtype=torch.float64)
-    scale = torch.tensor(float("inf"))
-    adamw_step(
-        grad=grad,
-        param=param,
-        skip=torch.tensor(skip),
-        grad_scale=scale,
-        impl=impl,
-        **state,
-        **RATES,
-    )
+    given = {"grad": torch.full((11,), float("nan"), dtype=torch.float64), "param": param}
+    given |= {"skip": torch.tensor(skip), "grad_scale": torch.tensor(float("inf"))}
+    adamw_step(**given, impl=impl, **state, **RATES)
     for name, x in (state | {"param": param}).items():
         assert torch.equal(x, before[name]), name
     adamw_step(grad=before["m"], skip=torch.tensor(0.0), impl=impl, **state, **RATES)
@@ -145,19 +129,15 @@ _CUTS = [(0, 3), (3, 3), (3, 1100), (1100, 1500)]
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [
-        {"lr": 0.013 * (1 + 1e-9)},  # the effect of a learning rate rounded to float32
-        {"beta2": 0.9500001},
-        {"eps": 1.001e-8},
-        {"weight_decay": 0.1000001},
-        {"scale": 1.0000001},
-    ],
-)
-def test_the_comparison_sees_planted_faults(fault):
+    ("name", "wrong"),
+    [("lr", 0.013 * (1 + 1e-9)), ("beta2", 0.9500001), ("eps", 1.001e-8),
+     ("weight_decay", 0.1000001), ("scale", 1.0000001)],
+)  # fmt: skip
+def test_the_comparison_sees_planted_faults(name, wrong):
+    """The first is the effect of a learning rate rounded to float32."""
     state, grads = _start(50), [torch.randn(50, dtype=torch.float64) * 1e-6 for _ in range(3)]
-    right, wrong = _textbook(state, grads), _textbook(state, grads, **fault)
-    assert max(relative_error(wrong[k], right[k]) for k in right) > 1e-12
+    right, found = _textbook(state, grads), _textbook(state, grads, **{name: wrong})
+    assert max(relative_error(found[k], right[k]) for k in right) > 1e-12
 
 
 @IMPLS

@@ -46,20 +46,13 @@ def draw(ranks: int, n: int, dtype: torch.dtype = torch.float32) -> list[Tensor]
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 64])
 def test_all_reduce_is_exact_on_integers_and_bitwise_equal_on_every_rank(ranks) -> None:
-    for name, algorithm in all_reduces(ranks).items():
-        for n in (1, 7, 1000):
-            xs = draw(ranks, n, torch.int64)
-            whole = torch.stack(xs).sum(0)
+    for n in (1, 7, 1000) if ranks != 6 else (1, 7, 1000, 10**6):
+        xs = draw(ranks, n, torch.int64)
+        whole = torch.stack(xs).sum(0)
+        for name, algorithm in all_reduces(ranks).items():
             assert all(torch.equal(x, whole) for x in run(algorithm, xs)), (name, n)
             found = run(algorithm, draw(ranks, n), overlap=False)
             assert all(torch.equal(x, found[0]) for x in found), (name, n)
-
-
-def test_a_million_elements() -> None:
-    xs = draw(6, 10**6, torch.int64)
-    whole = torch.stack(xs).sum(0)
-    for name, algorithm in all_reduces(6).items():
-        assert all(torch.equal(x, whole) for x in run(algorithm, xs)), name
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
@@ -79,13 +72,8 @@ def test_rooted_collectives_from_every_root(ranks) -> None:
         xs = draw(ranks, n, torch.int64)
         for root in range(ranks):
             broadcast, reduced, scattered, gathered = (
-                run(partial(f, root=root), xs)
-                for f in (
-                    rooted.binomial_broadcast,
-                    rooted.binomial_reduce,
-                    rooted.binomial_scatter,
-                    rooted.binomial_gather,
-                )
+                run(partial(getattr(rooted, f"binomial_{name}"), root=root), xs)
+                for name in ("broadcast", "reduce", "scatter", "gather")
             )
             assert all(torch.equal(x, xs[root]) for x in broadcast)
             assert torch.equal(reduced[root], torch.stack(xs).sum(0))
@@ -99,9 +87,8 @@ def test_rooted_collectives_from_every_root(ranks) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_a_reduce_scatter_and_an_all_gather(kind, ranks) -> None:
     room = {"ring": ring, "direct": direct}[kind]
-    reduce_scatter, all_gather = (
-        getattr(room, f"{kind}_{name}") for name in ("reduce_scatter", "all_gather")
-    )
+    names = (f"{kind}_reduce_scatter", f"{kind}_all_gather")
+    reduce_scatter, all_gather = (getattr(room, name) for name in names)
     for n in (3, 41):
         xs = draw(ranks, n, torch.int64)
         spans = [part(r, ranks, n) for r in range(ranks)]

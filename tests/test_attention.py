@@ -15,12 +15,12 @@ from attention_cases import (
     ZIGZAG,
     assert_within,
     check,
+    check_roundings,
     draw,
-    rounding_bounds,
     tiles_of,
     with_grads,
 )
-from close import assert_close_f64, relative_error
+from close import assert_all_close, assert_close_f64, assert_same_bits, relative_error
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from well_formed import told_right, well_formed
@@ -78,8 +78,7 @@ def test_values_may_have_a_head_dim_of_their_own(impl, dims) -> None:
         return attention(q, k, v, q_runs=((2, 7),), return_lse=True, impl=impl)
 
     found, wanted = (with_grads(run, (q, k, v), do) for run in (ours, dense))
-    for a, b in zip(found, wanted, strict=True):
-        assert_close_f64(a, b, 1e-12)
+    assert_all_close(found, wanted, 1e-12)
     own = attention(q, k, v, scale=0.5, impl=impl)
     wide = attention(q, k, F.pad(v, (0, D - Dv)) if Dv < D else v, scale=0.5, impl=impl)
     assert_close_f64(own, wide[..., :Dv], 1e-12)
@@ -101,8 +100,7 @@ def test_real_numbers_may_change_under_a_compiler(dynamic) -> None:
         inputs = [x.requires_grad_() for x in inputs]
         found, wanted = (run(*inputs, scale, softcap) for run in (compiled, f))
         grads = (torch.autograd.grad(y.sin().sum(), inputs) for y in (found, wanted))
-        for a, b in zip((found, *next(grads)), (wanted, *next(grads)), strict=True):
-            assert_close_f64(a, b, 1e-13)
+        assert_all_close((found, *next(grads)), (wanted, *next(grads)), 1e-13)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -169,8 +167,7 @@ def test_strided_inputs_and_gradients_are_read_right(impl, unit) -> None:
         do = torch.ones((), dtype=F64).expand(do.shape)
     want = with_grads(reference.attention, inputs, do, dlse)
     got = with_grads(attention, inputs, do, dlse, return_lse=True, impl=impl)
-    for g, w in zip(got, want):
-        assert_close_f64(g, w, 1e-13)
+    assert_all_close(got, want, 1e-13)
 
 
 def test_rows_of_queries_and_of_do_may_lie_at_other_distances() -> None:
@@ -181,8 +178,7 @@ def test_rows_of_queries_and_of_do_may_lie_at_other_distances() -> None:
     dlse = dlse.permute(1, 2, 0)
     want = with_grads(reference.attention, inputs, do, dlse)
     got = with_grads(attention, inputs, do, dlse, return_lse=True, impl="triton")
-    for g, w in zip(got, want):
-        assert_close_f64(g, w, 1e-13)
+    assert_all_close(got, want, 1e-13)
     delta = attention_delta(got[0].detach(), do, dlse, impl="triton")
     assert_close_f64(delta, (want[0].detach() * do).sum(3).transpose(1, 2) - dlse, 1e-12)
 
@@ -237,12 +233,10 @@ def test_head_dim_59_is_padded_without_writing_outside_the_views(dtype) -> None:
         )
     for g, start, w in zip(grads, starts, want, strict=True):
         assert_close_f64(g - start, w, 4e-3 if dtype == torch.float16 else 1e-5)
-    for x, old in zip(buffers, before):
-        assert torch.equal(x[..., :7], old[..., :7])
-        assert torch.equal(x[..., 66:], old[..., 66:])
-    assert [x.shape for x in attention_bwd(do, q, k, v, row, delta, impl="triton")] == [
-        x.shape for x in (q, k, v)
-    ]
+    for rows in (slice(7), slice(66, None)):
+        assert_same_bits([x[..., rows] for x in buffers], [x[..., rows] for x in before])
+    whole = attention_bwd(do, q, k, v, row, delta, impl="triton")
+    assert [x.shape for x in whole] == [x.shape for x in (q, k, v)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -284,27 +278,20 @@ def test_tiles_that_are_wholly_masked_are_never_read() -> None:
     k[:, unread_keys], v[:, unread_keys] = math.nan, math.nan
     o, lse = attention_fwd(q, k, v, **options)
     dq, _, _ = attention_bwd(do, q, k, v, lse, attention_delta(o, do), **options)
-    assert torch.equal(o, want[0])
-    assert torch.equal(dq, want[1])
+    assert_same_bits((o, dq), want[:2])
     k[:, unread_keys], v[:, unread_keys] = 0.0, 0.0
     q[:, unread_queries], do[:, unread_queries] = math.nan, math.nan
     _, dk, dv = attention_bwd(do, q, k, v, lse, attention_delta(o, do), **options)
-    assert torch.equal(dk[:, :96], want[2][:, :96])
-    assert torch.equal(dv[:, :96], want[3][:, :96])
+    assert_same_bits((dk[:, :96], dv[:, :96]), [x[:, :96] for x in want[2:]])
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_low_precision_errs_no_more_than_its_roundings(impl, dtype) -> None:
     low = draw(Sq=70, Sk=70, D=48, dtype=dtype)
-    exact = [x.detach().double().requires_grad_() for x in low]
     do = torch.randn_like(low[0])
-    truth = with_grads(reference.attention, exact, do.double())
-    bounds = rounding_bounds(low, do)
-    got = with_grads(attention, low, do, return_lse=True, impl=impl)
-    assert [x.dtype for x in got] == [dtype, torch.float32, dtype, dtype, dtype]
-    for g, t, bound in zip(got, truth, bounds, strict=True):
-        assert_within(g, t, bound)
+    _, truth, bounds = check_roundings(impl, low, do)
+    exact = [x.detach().double().requires_grad_() for x in low]
     # a mask that is off by one; keys with ten bits fewer than the dtype has
     shifted = with_grads(reference.attention, exact, do.double(), q_runs=((1, 70),))
     fewer = 1024 * torch.finfo(dtype).eps * torch.randn_like(exact[1])
@@ -332,17 +319,9 @@ def test_float32_scores_in_the_thousands_err_no_more_than_their_roundings() -> N
     """At that size lse itself has three decimals."""
     for _ in range(2):
         q, k, v = draw(Sq=70, Sk=70, D=128, dtype=torch.float32)
-        low = [(400 * q.detach()).requires_grad_(), k, v]
-        exact = [x.detach().double().requires_grad_() for x in low]
-        do = torch.randn_like(q)
-        truth, bounds = (
-            with_grads(reference.attention, exact, do.double()),
-            rounding_bounds(low, do),
-        )
+        low, do = [(400 * q.detach()).requires_grad_(), k, v], torch.randn_like(q)
         for impl in ("torch", "triton"):
-            got = with_grads(attention, low, do, return_lse=True, impl=impl)
-            for g, t, bound in zip(got, truth, bounds, strict=True):
-                assert_within(g, t, bound)
+            check_roundings(impl, low, do)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -379,8 +358,7 @@ def test_blocks_of_keys_with_the_final_lse_add_up_to_the_whole(impl) -> None:
             dq += dq_part
             dkdv.append(rest)
         dk, dv = (torch.cat(parts, 1) for parts in zip(*dkdv))
-        for g, w in zip((dq, dk, dv), want[2:]):
-            assert_close_f64(g, w, 1e-3)
+        assert_all_close((dq, dk, dv), want[2:], 1e-3)
 
 
 def test_the_blocks_of_the_torch_path_cover_what_is_visible_exactly_once() -> None:
@@ -419,20 +397,6 @@ def test_a_striped_hop_is_a_causal_mask_over_rows() -> None:
         assert keyed.k_runs == ((key_rank, 8, 4),)
     ahead = resolved(AttentionOptions(q_runs=((9, 8, 4),), k_runs=((0, 8, 4),)), q, k)
     assert (ahead.q_runs, ahead.k_runs) == (((2, 8, 1),), ((0, 8, 1),))
-
-
-def test_the_rows_within_an_interval_are_found() -> None:
-    draw = random.Random(1)
-    for _ in range(300):
-        by, start, stop = draw.randrange(1, 5), draw.randrange(-3, 20), draw.randrange(30)
-        runs = [reference.Run(draw.randrange(12), draw.randrange(6), by) for _ in "ab"]
-        positions = reference.positions(runs, 0).tolist()
-        found = [
-            (row + i, position)
-            for row, run in attention_cpu._within(runs, start, stop)
-            for i, position in enumerate(run.positions)
-        ]
-        assert found == [(r, p) for r, p in enumerate(positions) if start <= p < stop]
 
 
 ROW_CASES = [
@@ -527,7 +491,7 @@ def test_offsets_beyond_32_bits_reach_the_right_elements(monkeypatch) -> None:
         *inputs, do = near
         o, lse = attention_fwd(*inputs, impl="triton")
         want = o, *attention_bwd(do, *inputs, lse, delta, impl="triton")
-        assert all(torch.equal(g, w) for g, w in zip(got, want))
+        assert_same_bits(got, want)
 
 
 def test_options_come_out_of_an_operator_as_they_went_in() -> None:
@@ -541,9 +505,8 @@ def test_options_come_out_of_an_operator_as_they_went_in() -> None:
         operands = attention_op.flattened((x, x, x, None, options))
         found = attention_op.nested(operands)[-1]
         assert found == options
-        assert all(
-            type(run) is reference.Run for run in (*(found.q_runs or ()), *(found.k_runs or ()))
-        )
+        every = (*(found.q_runs or ()), *(found.k_runs or ()))
+        assert all(type(run) is reference.Run for run in every)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -579,8 +542,7 @@ def test_it_compiles_into_one_graph_with_gradients() -> None:
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     want, got = loss(*inputs), compiled(*inputs)
     assert torch.equal(got, want)
-    for g, w in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs)):
-        assert_close_f64(g, w, 1e-14)
+    assert_all_close(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs), 1e-14)
 
 
 @pytest.mark.parametrize(
@@ -625,33 +587,19 @@ def test_a_second_derivative_raises_whatever_else_leads_to_the_input(impl, lse) 
                 torch.autograd.grad((dx * dx).sum() + (x * x).sum(), x, retain_graph=True)
 
 
-def _moving(n: int, grad: bool) -> dict[str, tuple]:
-    """Return the n-th call's arguments: q, k, v, and a changing number, position or documents."""
-
-    def qkv(Sq, Sk):
-        return tuple(x.detach().requires_grad_(grad) for x in draw(Sq=Sq, Sk=Sk, D=8))
-
-    far = 2**62 + 2**33 * n if n % 2 else n  # both halves of a seed matter
-    return {
-        "seed": (*qkv(5, 5), far),
-        "position": (*qkv(1, 24), n),
-        "length": (*qkv(n + 2, n + 2), n),
-        "decoding": (*qkv(1, n + 2), n),
-        "stripes": (*qkv(3, 8), n),
-        "window": (*qkv(8, 8), n + 1),
-        "documents": (*qkv(n + 2, n + 2), torch.tensor([0, *range(n), n + 2])),
-    }
-
-
+# The rows of q and k in the n-th call and a changing number or documents; the options made of it.
 _CALLS = {
-    "seed": lambda n, Sk: {"dropout": 0.5, "dropout_seed": n, "dropout_origin": (n % 2**32, 3)},
-    "position": lambda n, Sk: {"q_runs": ((n, 1),)},
-    "length": lambda n, Sk: {},
-    "decoding": lambda n, Sk: {"q_runs": ((Sk - 1, 1),)},
-    "stripes": lambda n, Sk: {"q_runs": ((n, 2, n + 1), (n + 30, 1, n + 1))},
-    "window": lambda n, Sk: {"window": n},
-    "documents": lambda n, Sk: {"documents": n},
-}
+    "seed": (lambda n: (5, 5, 2**62 + 2**33 * n if n % 2 else n),  # both halves of a seed matter
+             lambda n, Sk: {"dropout": 0.5, "dropout_seed": n, "dropout_origin": (n % 2**32, 3)}),
+    "position": (lambda n: (1, 24, n), lambda n, Sk: {"q_runs": ((n, 1),)}),
+    "length": (lambda n: (n + 2, n + 2, n), lambda n, Sk: {}),
+    "decoding": (lambda n: (1, n + 2, n), lambda n, Sk: {"q_runs": ((Sk - 1, 1),)}),
+    "stripes": (lambda n: (3, 8, n),
+                lambda n, Sk: {"q_runs": ((n, 2, n + 1), (n + 30, 1, n + 1))}),
+    "window": (lambda n: (8, 8, n + 1), lambda n, Sk: {"window": n}),
+    "documents": (lambda n: (n + 2, n + 2, torch.tensor([0, *range(n), n + 2])),
+                  lambda n, Sk: {"documents": n}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -661,20 +609,21 @@ _CALLS = {
 )
 def test_integers_that_change_are_symbols_to_a_compiler(case, impl, grad) -> None:
     """The operator is one node; no compiler traces into it."""
+    moving, options = _CALLS[case]
 
     def f(q, k, v, n):
-        return attention(q, k, v, **_CALLS[case](n, k.shape[1]), impl=impl)
+        return attention(q, k, v, **options(n, k.shape[1]), impl=impl)
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager" if grad else "eager")
     compiled = torch.compile(f, fullgraph=True, backend=counter)
     for n in range(11 if impl == "torch" else 5):  # the interpreter is slow
-        args = _moving(n, grad)[case]
-        found = []
+        Sq, Sk, changing = moving(n)
+        qkv, found = [x.detach().requires_grad_(grad) for x in draw(Sq=Sq, Sk=Sk, D=8)], []
         for call in (compiled, f) if n % 6 in (1, 4) else (compiled,):
-            o = call(*args)
-            found.append((o, *torch.autograd.grad(o.sum(), args[:3])) if grad else (o,))
-        assert all(torch.equal(g, w) for g, w in zip(found[0], found[-1]))
+            o = call(*qkv, changing)
+            found.append((o, *torch.autograd.grad(o.sum(), qkv)) if grad else (o,))
+        assert_same_bits(found[0], found[-1])
     assert counter.frame_count <= 2  # the first call's numbers are treated as constants
 
 

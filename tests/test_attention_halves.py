@@ -55,8 +55,7 @@ def test_the_halves_take_every_option_and_have_the_defaults_of_the_whole(name) -
     others = OPTIONS["dropout"] if name.startswith("dropout_") else {}
     for a, b in zip(both(others), (whole, found), strict=True):
         assert min(relative_error(x, y) for x, y in zip(a, b) if x is not a[1]) > 1e-3, name
-    spelled, found = both(PLAIN | OPTIONS[name])
-    for results in (spelled, found):
+    for results in both(PLAIN | OPTIONS[name]):
         assert_all_close(results, whole)
 
 
@@ -122,9 +121,7 @@ def test_float32_results_of_16_bit_inputs_are_those_of_float32_inputs(name, dtyp
 
 
 @IMPLS
-@pytest.mark.parametrize(
-    "options", [{}, {"window": 5, "softcap": 2.0} | DROP], ids=["plain", "rows"]
-)
+@pytest.mark.parametrize("options", [{}, {"window": 5, "softcap": 2.0} | DROP], ids=str)
 def test_autocast_leaves_the_halves_alone(options, impl) -> None:
     q, k, v = (x.detach() for x in draw(Sq=19, Sk=19, Hq=4, Hkv=2, D=8, dtype=torch.float32))
     do, options = torch.randn_like(q), {**options, "impl": impl}
@@ -145,8 +142,7 @@ def test_autocast_leaves_the_halves_alone(options, impl) -> None:
 def test_packed_documents_give_the_results_of_their_boundaries(impl) -> None:
     """Queries and keys are different rows of the sequence that the table describes."""
     runs = {"q_runs": ((4, 9), (30, 8)), "k_runs": ((0, 12), (24, 13))}
-    qkv = draw(B=2, Sq=17, Sk=25, D=8)
-    do = torch.randn(2, 17, 2, 8, dtype=F64)
+    qkv, do = draw(B=2, Sq=17, Sk=25, D=8), torch.randn(2, 17, 2, 8, dtype=F64)
     for documents in ([0, 7, 26, 40], [[0, 7, 26, 40], [0, 31, 31, 40]]):
         documents = torch.tensor(documents)
         for causal in (True, False):
@@ -154,8 +150,7 @@ def test_packed_documents_give_the_results_of_their_boundaries(impl) -> None:
             truth, _ = reference.attention(*qkv, documents=documents, **options)
             found = attention(*qkv, documents=packed(documents, 40), impl=impl, **options)
             assert_close_f64(found, truth)
-            grads = (torch.autograd.grad(y, qkv, do) for y in (found, truth))
-            assert_all_close(*grads)
+            assert_all_close(*(torch.autograd.grad(y, qkv, do) for y in (found, truth)))
 
 
 @IMPLS
@@ -167,22 +162,10 @@ def test_float32_rows_of_one_run_are_taken_from_the_table_of_the_sequence(q_run,
     options = {"q_runs": (q_run,), "k_runs": ((2, 7),), "causal": False}
     truth, _ = reference.attention(*(x.double() for x in qkv), documents=documents, **options)
     found = attention(*qkv, documents=packed(documents, 40), impl=impl, **options)
-    assert relative_error(found, truth) < 1e-5
+    assert_close_f64(found, truth, 1e-5)
     do = torch.randn(truth.shape, dtype=F64)
-    for y, x in zip(*(torch.autograd.grad(o, qkv, do.to(o.dtype)) for o in (found, truth))):
-        assert relative_error(y, x) < 1e-5
-
-
-@IMPLS
-def test_dropout_of_groups_of_heads_has_the_gradient_of_the_reference(impl) -> None:
-    """Every sample and query head draws a separate mask, also if several query heads share keys."""
-    qkv, do = draw(B=2, Sq=9, Sk=9, Hq=6, Hkv=2, D=8), torch.randn(2, 9, 6, 8, dtype=F64)
-    documents = torch.tensor([[0, 4, 9], [0, 7, 9]])
-    for options in (DROP, DROP | {"documents": documents, "causal": False}):
-        found = attention(*qkv, impl=impl, **options)
-        truth, _ = reference.attention(*qkv, **options)
-        assert_close_f64(found, truth)
-        assert_all_close(*(torch.autograd.grad(y, qkv, do) for y in (found, truth)))
+    grads = (torch.autograd.grad(o, qkv, do.to(o.dtype)) for o in (found, truth))
+    assert_all_close(*grads, 1e-5)
 
 
 @IMPLS
@@ -243,21 +226,6 @@ def test_delta_of_several_tiles_takes_any_strides(impl) -> None:
         delta = attention_delta(*laid, impl=impl)
         assert delta.is_contiguous()
         assert_close_f64(delta, want)
-
-
-@IMPLS
-def test_gradients_are_added_where_they_are_given_and_new_elsewhere(impl) -> None:
-    qkv = [x.detach() for x in draw(Sq=9, Sk=9, Hq=4, Hkv=2, D=8)]
-    do = torch.randn_like(qkv[0])
-    o, lse = attention_fwd(*qkv)
-    delta = attention_delta(o, do)
-    want = attention_bwd(do, *qkv, lse, delta)
-    for of_q, of_kv in ((True, False), (False, True)):
-        given = of_q, of_kv, of_kv
-        into = tuple(torch.ones_like(x) if g else None for x, g in zip(qkv, given))
-        found = attention_bwd(do, *qkv, lse, delta, into=into, impl=impl)
-        assert_all_close(found, [x + g for x, g in zip(want, given)])
-        assert all(x is y for x, y in zip(found, into) if y is not None)
 
 
 ROWS = {

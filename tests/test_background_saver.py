@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -143,11 +144,8 @@ def test_step_is_saved_however_the_block_ends_except_by_a_second_ctrl_c(tmp_path
                 raise error
 
     with Gate(4) as gate:
-        if error is None:
+        with pytest.raises(error) if error else nullcontext():
             block()
-        else:
-            with pytest.raises(error):
-                block()
         assert (open_latest(tmp_path) is None) == (error is KeyboardInterrupt)
     saver.wait()
 

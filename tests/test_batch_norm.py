@@ -28,9 +28,8 @@ SHAPES = {"1d": (), "sequence": (5,), "image": (3, 2)}
 
 def _truth(x, dy, tail, momentum):
     """Run BatchNorm over the whole batches. Return outputs, gradients, and the module."""
-    module = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d}[len(tail)](
-        C, momentum=momentum, dtype=torch.float64
-    )
+    kind = nn.BatchNorm2d if len(tail) == 2 else nn.BatchNorm1d
+    module = kind(C, momentum=momentum, dtype=torch.float64)
     nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(1))
     nn.init.normal_(module.bias, generator=torch.Generator().manual_seed(2))
     start = copy.deepcopy(module)
@@ -163,9 +162,8 @@ def test_the_converter_replaces_norms_anywhere_and_keeps_parameters_and_mode():
     assert [type(each) for each in twice] == [SyncBatchNorm, nn.ReLU, SyncBatchNorm]
     assert twice[0].weight is twice[2].weight is shared.weight
     assert twice[0].running_mean is twice[2].running_mean
-    assert (
-        SyncBatchNorm(C, affine=False, track_running_stats=False).eval()(torch.eye(C)).std() > 0.5
-    )
+    bare = SyncBatchNorm(C, affine=False, track_running_stats=False)
+    assert bare.eval()(torch.eye(C)).std() > 0.5
 
 
 @pytest.mark.parametrize(
@@ -214,8 +212,6 @@ def test_the_constructor_takes_torchs_arguments_in_torchs_order():
     for made in (nn.BatchNorm2d(C, **options), SyncBatchNorm(C, **options)):
         assert (made.num_features, made.eps, made.momentum, made.affine) == (C, 0.5, 0.3, False)
         assert made.running_mean.dtype == torch.float64
-    ours, theirs = (
-        inspect.signature(c).parameters.values() for c in (SyncBatchNorm, nn.BatchNorm2d)
-    )
-    defaults = [[(p.name, p.default) for p in each][:7] for each in (ours, theirs)]
-    assert defaults[0] == defaults[1]
+    both = (inspect.signature(c).parameters.values() for c in (SyncBatchNorm, nn.BatchNorm2d))
+    ours, theirs = ([(p.name, p.default) for p in each][:7] for each in both)
+    assert ours == theirs

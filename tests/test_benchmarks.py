@@ -12,6 +12,7 @@ import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -44,6 +45,38 @@ def load(monkeypatch):
     return importlib.import_module
 
 
+@pytest.fixture
+def last(capsys):
+    """Return a function for the last line printed so far, a JSON object."""
+    return lambda: json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.fixture
+def reported(load, last, tmp_path):
+    """Run a script and return its report, which it prints and writes."""
+
+    def run(script, how="--quick", folder="cpu"):
+        load(script).main([how, "--results", str(tmp_path)])
+        report = last()
+        assert report == json.loads((tmp_path / folder / f"{script}.json").read_text())
+        return report
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    """Assert that a script ends with status 2 and one line with these words."""
+
+    def check(main, words, arguments=()):
+        with pytest.raises(SystemExit) as end:
+            main([*arguments])
+        assert end.value.code == 2
+        assert words in capsys.readouterr().err
+
+    return check
+
+
 @pytest.mark.parametrize(
     ("script", "variants"),
     [
@@ -58,22 +91,20 @@ def load(monkeypatch):
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_quick_run_compares_outputs_and_reports(load, script, variants, tmp_path, capsys):
+def test_a_quick_run_compares_outputs_and_reports(reported, script, variants):
     if script == "train_step":
         pytest.importorskip("transformers", reason="the baseline, an extra of its own")
-    load(script).main(["--quick", "--results", str(tmp_path)])
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last == json.loads((tmp_path / "cpu" / f"{script}.json").read_text())
-    assert last["script"] == script
-    assert set(last["header"]) >= HEADER
-    assert len(last["checks"]) >= 2
-    assert all(check["error"] <= check["limit"] <= 1e-3 for check in last["checks"])
-    assert [row["name"] for row in last["rows"]] == list(variants)
-    for row in last["rows"]:
+    report = reported(script)
+    assert report["script"] == script
+    assert set(report["header"]) >= HEADER
+    assert len(report["checks"]) >= 2
+    assert all(check["error"] <= check["limit"] <= 1e-3 for check in report["checks"])
+    assert [row["name"] for row in report["rows"]] == list(variants)
+    for row in report["rows"]:
         assert set(row) == ROW
         assert 0 < row["p20"] <= row["ms"] <= row["p80"]
         assert set(row["ratios"]) == {b for b in [variants[row["name"]]] if b is not None}
-    assert str(BENCHMARKS.parent) not in json.dumps(last)  # no path of this machine
+    assert str(BENCHMARKS.parent) not in json.dumps(report)  # no path of this machine
 
 
 def _first_rank(world, entry, *args):
@@ -85,47 +116,39 @@ def _without_rank(rank, entry, *args):
     return entry(*args)
 
 
-def test_context_is_compared_with_what_others_do(load, tmp_path, capsys, monkeypatch):
+def test_context_is_compared_with_what_others_do(load, reported, monkeypatch):
     """Each strategy equals one device, as do ring, Ulysses and ring self-attention written by hand.
     In bfloat16 the usual ring and ring self-attention have larger errors."""
     context = load("context")
     monkeypatch.setattr(context, "run_ranks", _first_rank)
-    context.main(["--quick", "--results", str(tmp_path)])
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last == json.loads((tmp_path / "cpu" / "context.json").read_text())
-    names = [*context.OURS, *context.BASELINES]
-    assert [row["name"] for row in last["rows"]] == 2 * names  # wall times, and CPU times
-    (errors,) = last["errors"].values()
+    report, names = reported("context"), [*context.OURS, *context.BASELINES]
+    assert [row["name"] for row in report["rows"]] == 2 * names  # wall times, and CPU times
+    (errors,) = report["errors"].values()
     assert len(errors) == 2 * len([*names, context.EXACT])
     for tensor in ("o", "dq", "dk", "dv"):
         theirs = [errors[f"{name}, bfloat16"][tensor] for name in ("usual ring", context.RSA)]
         assert errors["warpweave ring, bfloat16"][tensor] < 0.9 * min(theirs)
 
 
-def test_staleness_is_compared_by_six_modes(load, tmp_path, capsys):
+def test_staleness_is_compared_by_six_modes(reported, tmp_path):
     """The bound of each mode is reached; waiting costs time, and no waiting costs staleness."""
-    load("server").main(["--quick", "--results", str(tmp_path)])
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last == json.loads((tmp_path / "cpu" / "server.json").read_text())
-    rows = {row["name"]: row for row in last["rows"]}
+    rows = {row["name"]: row for row in reported("server")["rows"]}
     assert [rows[f"ssp {s}"]["staleness"] for s in (0, 2, 4)] == [0, 2, 4]
     assert rows["synchronous"]["delay"] == 0
     assert 8 * rows["synchronous"]["updates"] == rows["ssp 0"]["updates"] == 48
-    times = [row["time"] for row in last["rows"]]
+    times = [row["time"] for row in rows.values()]
     assert times == sorted(times, reverse=True)
     assert rows["asynchronous"]["mean_delay"] > rows["ssp 0"]["mean_delay"]
     assert rows["asynchronous"]["val_loss"] != rows["delay-compensated"]["val_loss"]
     assert (tmp_path / "cpu" / "server.svg").exists()
 
 
-def test_emulated_ranks_kernels_compute_what_one_does(load, capsys, monkeypatch):
+def test_emulated_ranks_kernels_compute_what_one_does(load, last, capsys, monkeypatch):
     """A miniature on a CPU detects a tile with a wrong block. The real benchmark needs a GPU."""
     kernels = load("context_kernels")
     kernels.main(["--device", "cpu"])
-    *_, last = capsys.readouterr().out.splitlines()
-    assert [c["name"] for c in json.loads(last)["checks"]] == [
-        "ranks", "ranks and float64", "whole and float64",
-    ]  # fmt: skip
+    names = [check["name"] for check in last()["checks"]]
+    assert names == ["ranks", "ranks and float64", "whole and float64"]
     monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         kernels.main([])
@@ -137,13 +160,12 @@ def test_emulated_ranks_kernels_compute_what_one_does(load, capsys, monkeypatch)
         kernels.main(["--device", "cpu"])
 
 
-def test_the_ring_is_drawn_with_what_can_be_hidden(load, tmp_path, capsys, monkeypatch):
+def test_the_ring_is_drawn_with_what_can_be_hidden(load, reported, tmp_path, monkeypatch):
     timeline = load("context_timeline")
     monkeypatch.setattr(timeline, "run_ranks", _first_rank)
-    timeline.main(["--quick", "--results", str(tmp_path)])
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(last["hidden"]) == {"overlap cp2", "blocking cp2"}
-    assert all(check["error"] == 0 for check in last["checks"])
+    report = reported("context_timeline")
+    assert set(report["hidden"]) == {"overlap cp2", "blocking cp2"}
+    assert all(check["error"] == 0 for check in report["checks"])
     assert "rank 1" in (tmp_path / "cpu" / "context_timeline.svg").read_text()
     # Tiles of 1 s in total and messages of 2 s. One of two tiles hides a hop of the forward,
     # 1 / 3.5 of the work and 0.25 of the bytes; the other hides that of the backward.
@@ -152,13 +174,9 @@ def test_the_ring_is_drawn_with_what_can_be_hidden(load, tmp_path, capsys, monke
     assert timeline.predicted(SequenceLayout(64, 2), 2.0, 0.5) == 1
 
 
-def test_local_steps_send_a_part_of_the_bytes(load, tmp_path, capsys, monkeypatch):
-    local = load("local_steps")
-    monkeypatch.setattr(local, "run_ranks", _first_rank)
-    local.main(["--quick", "--results", str(tmp_path)])
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last == json.loads((tmp_path / "cpu" / "local_steps.json").read_text())
-    ends = {name: points[-1] for name, points in last["curves"].items()}
+def test_local_steps_send_a_part_of_the_bytes(load, reported, tmp_path, monkeypatch):
+    monkeypatch.setattr(load("local_steps"), "run_ranks", _first_rank)
+    ends = {name: points[-1] for name, points in reported("local_steps")["curves"].items()}
     whole = ends.pop("data parallel")
     assert whole["bytes"] == 4 * whole["most"] > 4 * 4 * 256 * 16  # at least the embedding's, fp32
     for name, end in ends.items():  # they send in two of the four steps
@@ -169,7 +187,7 @@ def test_local_steps_send_a_part_of_the_bytes(load, tmp_path, capsys, monkeypatc
     assert "DiLoCo" in (tmp_path / "cpu" / "local_steps.svg").read_text()
 
 
-def test_all_reduces_grow_as_their_closed_forms(load, tmp_path, capsys, monkeypatch):
+def test_all_reduces_grow_as_their_closed_forms(load, reported, monkeypatch):
     growth = load("all_reduce")
     network = Network(1e-4, 1e-9, 0.0)
 
@@ -181,14 +199,12 @@ def test_all_reduces_grow_as_their_closed_forms(load, tmp_path, capsys, monkeypa
         ]
 
     monkeypatch.setattr(growth, "launch", launch)
-    growth.main(["--quick", "--results", str(tmp_path)])
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last == json.loads((tmp_path / "cpu" / "all_reduce.json").read_text())
-    found = last["measured"]["2"]
+    report = reported("all_reduce")
+    found = report["measured"]["2"]
     assert found["network"] == pytest.approx({"alpha": 1e-4, "beta": 1e-9, "gamma": 0}, abs=1e-15)
     assert found["predicted_by_measured"] == [1.0, 1.0]
     assert found["ms"]["parallel"] == [0.104, 0.166]  # 4 and 64 KiB
-    at_16 = {row["name"]: row for row in last["simulated"] if row["ranks"] == 16}
+    at_16 = {row["name"]: row for row in report["simulated"] if row["ranks"] == 16}
     assert at_16["ring"]["rounds"] == at_16["naive"]["rounds"] == 30
     assert at_16["parallel"]["at_once"] == 240
     assert at_16["server"]["busiest"] == 15
@@ -197,14 +213,12 @@ def test_all_reduces_grow_as_their_closed_forms(load, tmp_path, capsys, monkeypa
         growth.simulate(2, 16)
 
 
-def test_muon_is_compared_with_adamw(load, tmp_path, capsys):
-    load("muon").main(["--quick", "--results", str(tmp_path)])
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last == json.loads((tmp_path / "cpu" / "muon.json").read_text())
-    lowest = {row["optimizer"]: min(row["losses"]) for row in last["rows"]}
-    assert last["target"] == pytest.approx(lowest["adamw"], abs=1e-4)
-    assert (last["steps"]["muon"] is not None) == (lowest["muon"] <= last["target"])
-    assert all(row["losses"][0] - row["lowest"] > 0.1 for row in last["rows"])
+def test_muon_is_compared_with_adamw(reported):
+    report = reported("muon")
+    lowest = {row["optimizer"]: min(row["losses"]) for row in report["rows"]}
+    assert report["target"] == pytest.approx(lowest["adamw"], abs=1e-4)
+    assert (report["steps"]["muon"] is not None) == (lowest["muon"] <= report["target"])
+    assert all(row["losses"][0] - row["lowest"] > 0.1 for row in report["rows"])
 
 
 def test_unequal_outputs_stop_a_benchmark(load):
@@ -262,9 +276,8 @@ def test_a_message_lasts_from_its_post_until_it_has_arrived(load, monkeypatch):
     (message,), (under, after) = found.messages, found.products
     assert message[0] <= under[0] <= under[1] <= message[1] <= after[0]
     assert {under, after} < set(found.computation)
-    by_products, by_all = (
-        timeline.hidden([message], work) for work in (found.products, found.computation)
-    )
+    kinds = (found.products, found.computation)
+    by_products, by_all = (timeline.hidden([message], kind) for kind in kinds)
     assert 0 < by_products < by_all < 1
     assert dist.batch_isend_irecv([]) == [work]  # nothing is watched any longer
 
@@ -284,32 +297,32 @@ def test_weights_go_to_transformers_in_its_own_order(load):
 
 # ---------------------------------------------------------------- kernels
 
+
+@pytest.fixture
+def harness(load):
+    return load("kernel_harness")
+
+
 FAMILIES = ("attention", "norm", "gemm", "loss", "optimizer", "training")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_dry_run_checks_outputs_and_predicts_what_it_cannot_time(load, family, tmp_path, capsys):
-    script = f"kernels_{family}"
-    load(script).main(["--dry", "--results", str(tmp_path)])
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last == json.loads((tmp_path / "dry" / f"{script}.json").read_text())
-    assert set(last["header"]) >= HEADER
-    assert not last["measured"]
-    assert len(last["rows"]) >= 2
-    for row in last["rows"]:
+def test_a_dry_run_checks_outputs_and_predicts_what_it_cannot_time(reported, family):
+    report = reported(f"kernels_{family}", "--dry", "dry")
+    assert set(report["header"]) >= HEADER
+    assert not report["measured"]
+    assert len(report["rows"]) >= 2
+    for row in report["rows"]:
         assert row["variant"] == "warpweave"
         assert row["error"] <= row["limit"] < 1  # so zeros would be rejected
         assert row["ms"] is None  # the interpreter is never timed
         a100, h100, b200 = (row["predicted_us"][target] for target in ("sm_80", "sm_90", "sm_100"))
         assert a100 > h100 > b200 > 10
-    assert str(BENCHMARKS.parent) not in json.dumps(last)
+    assert str(BENCHMARKS.parent) not in json.dumps(report)
 
 
-def test_without_a_gpu_nothing_is_timed(load, capsys):
-    with pytest.raises(SystemExit) as end:
-        load("kernels_norm").main([])
-    assert end.value.code == 2
-    assert "there is none: pass --dry" in capsys.readouterr().err
+def test_without_a_gpu_nothing_is_timed(load, refused):
+    refused(load("kernels_norm").main, "there is none: pass --dry")
 
 
 def _problem(harness, **changes):
@@ -324,8 +337,7 @@ def _problem(harness, **changes):
     return harness.Problem(**given | changes)
 
 
-def test_a_wrong_variant_is_not_timed(load):
-    harness = load("kernel_harness")
+def test_a_wrong_variant_is_not_timed(harness):
     inputs = (torch.randn(9),)
     right = _problem(harness)
     assert set(harness.check(right, inputs)) == {"warpweave", "torch"}
@@ -340,27 +352,19 @@ def test_a_wrong_variant_is_not_timed(load):
         harness.check(short, inputs)
 
 
-def test_a_baseline_that_torch_refuses_is_named_and_ours_never_is(load):
-    harness = load("kernel_harness")
-
-    def refuse(x):
-        raise RuntimeError("no kernel for this\nand a long story")
-
-    variants = dict(_problem(harness).variants)
-    problem = harness.able(
-        _problem(harness, variants=variants | {"cuDNN": refuse}), (torch.ones(9),)
-    )
+def test_a_baseline_that_torch_refuses_is_named_and_ours_never_is(harness):
+    refuse = mock.Mock(side_effect=RuntimeError("no kernel for this\nand a long story"))
+    variants = _problem(harness).variants | {"cuDNN": refuse}
+    problem = harness.able(_problem(harness, variants=variants), (torch.ones(9),))
     assert set(problem.variants) == {"warpweave", "torch"}
     assert problem.absent == {"cuDNN for double n=9": "no kernel for this"}
     ours = harness.able(_problem(harness, variants={"warpweave": refuse}), (torch.ones(9),))
     assert "warpweave" in ours.variants  # the check then raises
 
 
-def test_variants_that_write_in_place_get_inputs_of_their_own(load):
-    harness = load("kernel_harness")
-    problem = _problem(
-        harness, variants={"warpweave": lambda x: (x.mul_(2),), "torch": lambda x: (x.mul_(2),)}
-    )
+def test_variants_that_write_in_place_get_inputs_of_their_own(harness):
+    variants = {name: lambda x: (x.mul_(2),) for name in ("warpweave", "torch")}
+    problem = _problem(harness, variants=variants)
     x = torch.randn(9)
     before = x.clone()
     harness.check(problem, (x,))
@@ -368,8 +372,7 @@ def test_variants_that_write_in_place_get_inputs_of_their_own(load):
     assert torch.equal(x, before)
 
 
-def test_measured_rows_pair_rounds_and_use_the_measured_peak(load):
-    harness = load("kernel_harness")
+def test_measured_rows_pair_rounds_and_use_the_measured_peak(harness):
     ticks = {"warpweave": iter([9.0, 9.0, 9.0, 1.0, 2.0]), "torch": iter([9.0, 9.0, 9.0, 2.0, 4.0])}
     calls = {name: lambda n=name: n for name in ticks}
     times = harness.interleave(calls, lambda call: next(ticks[call()]), rounds=5, warmup=0)
@@ -383,8 +386,7 @@ def test_measured_rows_pair_rounds_and_use_the_measured_peak(load):
     assert ours.of_peak == pytest.approx(max(9 / 1e3, 72 / 1e5) * 1e3 / ours.ms)
 
 
-def test_what_was_measured_is_written_before_the_next_is(load, tmp_path, capsys):
-    harness = load("kernel_harness")
+def test_what_was_measured_is_written_before_the_next_is(harness, tmp_path, capsys):
     first, second = _problem(harness), _problem(harness, shape="n=10", absent={"x": "not here"})
     table = harness.Table("family", "claim", tmp_path, [first, second])
     table.open(kind="gpu", device="a GPU")
@@ -405,7 +407,7 @@ def test_what_was_measured_is_written_before_the_next_is(load, tmp_path, capsys)
     assert json.loads(shown[-1]) == written
 
 
-def test_one_command_runs_families_and_says_which_failed(load, capsys, monkeypatch):
+def test_one_command_runs_families_and_says_which_failed(load, last, capsys):
     run_all = load("run_all")
     assert run_all.main(["--dry", "--families", "optimizer"]) == 0
     out = capsys.readouterr().out.splitlines()
@@ -413,16 +415,13 @@ def test_one_command_runs_families_and_says_which_failed(load, capsys, monkeypat
     assert json.loads(out[-1])["families"] == {"optimizer": "ok"}
     if not torch.cuda.is_available():
         assert run_all.main(["--families", "norm"]) == 1
-        failed = json.loads(capsys.readouterr().out.splitlines()[-1])["families"]["norm"]
-        assert failed.startswith("failed: kernels_norm times a CUDA device")
+        assert last()["families"]["norm"].startswith("failed: kernels_norm times a CUDA device")
     assert run_all.main(["--dry", "--families", "norm", "--minutes", "0"]) == 1
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["families"] == {
-        "norm": "out of time"
-    }
+    assert last()["families"] == {"norm": "out of time"}
 
 
 def test_predicted_times_stand_beside_those_of_the_same_problems(
-    load, tmp_path, capsys, monkeypatch
+    load, last, refused, tmp_path, capsys, monkeypatch
 ):
     beside = load("clock_beside")
     launches = beside.launches()
@@ -432,11 +431,7 @@ def test_predicted_times_stand_beside_those_of_the_same_problems(
         costs = [cost for _, cost in launch.calls]
         assert sum(costs[1:], costs[0]).flops == named[launch.name, launch.shape].flops
     assert len(launches) == 12
-    with pytest.raises(SystemExit) as end:
-        beside.main([])
-    assert end.value.code == 2
-    assert "no GPU to compare with; `--target sm_90`" in capsys.readouterr().err
-
+    refused(beside.main, "no GPU to compare with; `--target sm_90`")
     fwd = [x for x in launches if x.name == "attention D=128 full fwd"]
     rows = [{"variant": v, "name": fwd[0].name, "shape": fwd[0].shape, "ms": ms}
             for v, ms in (("warpweave", 0.105), ("SDPA flash", 0.2))]  # fmt: skip
@@ -448,19 +443,16 @@ def test_predicted_times_stand_beside_those_of_the_same_problems(
     for predicted, inside in (([100.0, 90.0, 110.0], 1), ([80.0, 70.0, 100.0], 0)):
         monkeypatch.setattr(beside, "outlook", lambda launch, target, us=predicted: us)
         assert beside.main(["--target", "sm_100", "--results", str(tmp_path)]) == 0
-        assert json.loads(capsys.readouterr().out.splitlines()[-1])["measured"] == 0  # other GPU
+        assert last()["measured"] == 0  # other GPU
         assert beside.main(["--results", str(tmp_path)]) == 0
-        *lines, last = capsys.readouterr().out.splitlines()
-        assert (json.loads(last)["measured"], json.loads(last)["inside"]) == (1, inside)
+        *lines, told = capsys.readouterr().out.splitlines()
+        assert (json.loads(told)["measured"], json.loads(told)["inside"]) == (1, inside)
         (line,) = [line for line in lines if "measured" in line]
         assert line.endswith("1.05 of it" if inside else "1.31 of it, OUTSIDE")
     assert beside.main(["--target", "sm_80", "--results", str(tmp_path)]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["measured"] == 0  # other GPU
+    assert last()["measured"] == 0  # other GPU
     for wrong in (["--target", "sm_75"], ["--only", "no such"]):
-        with pytest.raises(SystemExit) as end:
-            beside.main(wrong)
-        assert end.value.code == 2
-        assert wrong[1] in capsys.readouterr().err
+        refused(beside.main, wrong[1], wrong)
 
 
 # ---------------------------------------------------------------- overlapped products
@@ -493,7 +485,7 @@ def _tiny(overlap):
     return overlap.products(2, overlap.TINY, overlap.TINY_ROWS)
 
 
-def test_virtual_ranks_are_compared_with_products_before_they_are_timed(load, capsys, monkeypatch):
+def test_virtual_ranks_are_compared_with_products_before_they_are_timed(load, last, monkeypatch):
     overlap = load("overlap")
     report = overlap.OverlapReport("overlap", "claim", {})
     products = [*_tiny(overlap)]
@@ -505,7 +497,7 @@ def test_virtual_ranks_are_compared_with_products_before_they_are_timed(load, ca
     assert [row.name for row in report.rows] == ["warpweave", "cuBLAS"] * 3
     report.compare({"warpweave": [2.0], "cuBLAS": [1.8]}, products[0], overlap.WANTED)
     report.finish(None)
-    (slow,) = json.loads(capsys.readouterr().out.splitlines()[-1])["slow"]
+    (slow,) = last()["slow"]
     assert slow == "gather M=24 N=12 K=8 ranks=2: 0.900 x cuBLAS, wanted 0.95"
 
     def wrong(*args, steps=overlap.gemm_reduce_scatter_steps):
@@ -655,14 +647,11 @@ def test_a_baseline_that_trains_otherwise_is_not_timed(training, monkeypatch):
 def test_who_finds_no_memory_or_time_is_named(training):
     plain = training.makers(STYLES["gpt2"], 2, None)["torch.compile model"]
     made = {"warpweave": plain, "torch.compile model": plain}  # one model for both, to save time
-
-    def full(*_):
-        raise torch.OutOfMemoryError("out of memory. Tried to allocate 2 GiB\nand a long story")
-
+    oom = "out of memory. Tried to allocate 2 GiB"
+    full = mock.Mock(side_effect=torch.OutOfMemoryError(f"{oom}\nand a long story"))
     rows, absent = _measure(training, makers=made | {"torch.compile model": full})
     assert [row.variant for row in rows] == ["warpweave"]
-    why = absent["torch.compile model for gpt2 step"]
-    assert why == "out of memory. Tried to allocate 2 GiB"
+    assert absent["torch.compile model for gpt2 step"] == oom
     rows, absent = _measure(training, makers=made | {"warpweave": full})
     assert rows == []
     assert "warpweave for gpt2 step" in absent
@@ -672,24 +661,19 @@ def test_who_finds_no_memory_or_time_is_named(training):
     def later(call):  # all models exist: the second finds no memory left
         return full() if next(calls) == 1 else 1.0
 
-    bench = dataclasses.replace(training.bench, clock=later)
-    rows, absent = _measure(training, bench=bench, makers=made)
-    assert [row.variant for row in rows] == ["warpweave"]
-    assert absent["torch.compile model for gpt2 step"].startswith("out of memory")
-
-    bench = dataclasses.replace(training.bench, left=lambda: -1.0)
-    rows, absent = _measure(training, bench=bench, makers=made)
-    assert [row.variant for row in rows] == ["warpweave"]
-    assert absent["torch.compile model for gpt2 step"] == "out of time"
+    for change, why in (({"clock": later}, oom), ({"left": lambda: -1.0}, "out of time")):
+        bench = dataclasses.replace(training.bench, **change)
+        rows, absent = _measure(training, bench=bench, makers=made)
+        assert [row.variant for row in rows] == ["warpweave"]
+        assert absent["torch.compile model for gpt2 step"] == why
 
 
-def test_compiled_reports_facts_and_marks_predictions(load, tmp_path, capsys):
-    compiled = load("compiled")
+def test_compiled_reports_facts_and_marks_predictions(load, last, tmp_path):
     arguments = ["--targets", "sm_90", "--only", "gelu tanh fwd", "--results", str(tmp_path)]
-    assert compiled.main(arguments) == 0
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last["ok"]
-    assert last["parts"] == {"sm_90": {"kernels": 1, "failures": 0}}
+    assert load("compiled").main(arguments) == 0
+    told = last()
+    assert told["ok"]
+    assert told["parts"] == {"sm_90": {"kernels": 1, "failures": 0}}
     report = json.loads((tmp_path / "compiled" / "sm_90.json").read_text())
     assert set(report["header"]) >= HEADER
     assert {"busy", "roofline_us", "clock_us", "ideal", "serial"} <= {*report["predictions"]}
@@ -699,14 +683,12 @@ def test_compiled_reports_facts_and_marks_predictions(load, tmp_path, capsys):
     assert str(BENCHMARKS.parent) not in json.dumps(report)
 
 
-def test_compiled_refuses_to_compile_no_case(load, tmp_path, capsys, monkeypatch):
+def test_compiled_refuses_to_compile_no_case(load, refused, monkeypatch):
     """A misspelled --only is not a success."""
     compiled = load("compiled")
     monkeypatch.setattr(compiled, "compile_targets", lambda targets, *a, **k: {targets[0]: []})
-    with pytest.raises(SystemExit) as end:
-        compiled.main(["--targets", "sm_90", "--only", "misspelt"])
-    assert end.value.code == 2
-    assert "no case has 'misspelt'" in capsys.readouterr().err
+    arguments = ["--targets", "sm_90", "--only", "misspelt"]
+    refused(compiled.main, "no case has 'misspelt'", arguments)
 
 
 def test_compiled_prices_a_case_by_its_cost(load):

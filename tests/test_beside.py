@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from close import assert_close_f64
+from every_rank import every_rank
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -58,30 +59,18 @@ ROWS: dict[str, tuple[Callable[..., Any], Tensor, tuple[Tensor, ...]]] = {
 }  # fmt: skip
 # name -> a call with x as a DTensor, and the message that rejects it
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "x": (
-        lambda x: rms_norm(X, x[0, 0]),
-        "rms_norm got a plain tensor for x together with a DTensor; pass x as a DTensor too",
-    ),
-    "residual": (
-        lambda x: layer_norm(x, _draw(8), residual=X),
-        "layer_norm got a plain tensor for residual together",
-    ),
-    "mlp": (
-        lambda x: mlp(X, x[0, :, :], _draw(8, 6), activation="gelu"),
-        "mlp got a plain tensor for x together",
-    ),
-    "keys": (
-        lambda x: attention(x[None], X[None], X[None]),
-        "attention got a plain tensor for k together",
-    ),
-    "logits": (
-        lambda x: cross_entropy(X[0], x[0, :, 0].long()),
-        "cross_entropy got a plain tensor for logits together",
-    ),
-    "hidden states": (
-        lambda x: linear_cross_entropy(X, x[0], _IDS),
-        "linear_cross_entropy got a plain tensor for x together",
-    ),
+    "x": (lambda x: rms_norm(X, x[0, 0]),
+          "rms_norm got a plain tensor for x together with a DTensor; pass x as a DTensor too"),
+    "residual": (lambda x: layer_norm(x, _draw(8), residual=X),
+                 "layer_norm got a plain tensor for residual together"),
+    "mlp": (lambda x: mlp(X, x[0, :, :], _draw(8, 6), activation="gelu"),
+            "mlp got a plain tensor for x together"),
+    "keys": (lambda x: attention(x[None], X[None], X[None]),
+             "attention got a plain tensor for k together"),
+    "logits": (lambda x: cross_entropy(X[0], x[0, :, 0].long()),
+               "cross_entropy got a plain tensor for logits together"),
+    "hidden states": (lambda x: linear_cross_entropy(X, x[0], _IDS),
+                      "linear_cross_entropy got a plain tensor for x together"),
 }  # fmt: skip
 
 
@@ -100,7 +89,8 @@ def _leaf(x: Tensor, name: str, first: bool) -> Tensor:
     )
 
 
-def _check(rank: int) -> None:
+@every_rank(2, run_ranks)
+def test_plain_parameters_next_to_dtensors_are_replicated_or_refused(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -130,7 +120,3 @@ def _check(rank: int) -> None:
     weight = distribute_tensor(_draw(8), mesh, [Shard(0)])  # in a declared model, also a plain x
     found = shard(_Calls(rms_norm), {}, mesh)(X, weight)
     assert_close_f64(found.full_tensor(), rms_norm(X, _draw(8)), 1e-13)
-
-
-def test_plain_parameters_next_to_dtensors_are_replicated_or_refused() -> None:
-    run_ranks(2, _check)

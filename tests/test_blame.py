@@ -115,25 +115,26 @@ def test_ended_ranks_are_listed_in_order_with_where_the_first_was_last_seen():
     )
 
 
+def _dump(groups: dict[str, str], *entries: tuple[str, int, str, bool]) -> bytes:
+    """Return what a flight recorder wrote: of each entry the group, number, name, and if P2P."""
+    rows = [
+        {"process_group": (group, ""), "collective_seq_id": number, "profiling_name": name,
+         "is_p2p": alone}
+        for group, number, name, alone in entries
+    ]  # fmt: skip
+    config = {name: {"name": name, "ranks": ranks} for name, ranks in groups.items()}
+    return pickle.dumps({"pg_config": config, "entries": rows}, protocol=2)
+
+
 def test_the_first_collective_that_a_rank_left_out_is_named(tmp_path):
     """Of two groups the one recorded first counts, by the largest number of each rank."""
 
     def dump(*entries: tuple[str, int]) -> bytes:
-        groups = {"7": "[0, 1]", "8": "[0, 2, 10, 1]"}
-        config = {name: {"name": name, "ranks": ranks} for name, ranks in groups.items()}
-        rows = [
-            {"process_group": (name, ""), "collective_seq_id": number,
-             "profiling_name": f"{name}{number}", "is_p2p": False}
-            for name, number in entries
-        ]  # fmt: skip
-        return pickle.dumps({"pg_config": config, "entries": rows}, protocol=2)
+        rows = ((name, number, f"{name}{number}", False) for name, number in entries)
+        return _dump({"7": "[0, 1]", "8": "[0, 2, 10, 1]"}, *rows)
 
-    dumps = {
-        0: dump(("7", 2), ("7", 1), ("8", 1)),
-        1: dump(("7", 1)),
-        2: dump(("8", 1), ("8", 2)),
-        10: dump(),
-    }
+    dumps = {0: dump(("7", 2), ("7", 1), ("8", 1)), 1: dump(("7", 1))}
+    dumps |= {2: dump(("8", 1), ("8", 2)), 10: dump()}
     found = behind(dumps)
     assert found == {
         0: "did not join 82 (number 2 of group 8)",
@@ -196,13 +197,7 @@ def test_member_that_never_joined_is_behind_and_p2p_messages_do_not_count():
     """gloo's recorder lacks these entries: members of groups and point-to-point messages."""
 
     def dump(*entries: tuple[int, str, bool]) -> bytes:
-        config = {"5": {"name": "5", "desc": "tp", "ranks": "[0, 1]"}}
-        rows = [
-            {"process_group": ("5", "tp"), "collective_seq_id": number, "profiling_name": name,
-             "is_p2p": alone}
-            for number, name, alone in entries
-        ]  # fmt: skip
-        return pickle.dumps({"pg_config": config, "entries": rows}, protocol=2)
+        return _dump({"5": "[0, 1]"}, *(("5", *entry) for entry in entries))
 
     joined = dump((1, "nccl:all_gather", False))
     found = behind({0: joined, 1: dump(), 2: dump()})

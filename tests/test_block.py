@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_all_close, assert_close_f64, assert_error_budget, assert_same_bits
 from einops import rearrange
+from every_rank import every_rank
 from ranks import run_ranks
 from sharded import MESHES, RTOL, check_layer, draw
 from threads import run_threads
@@ -178,37 +181,35 @@ def test_both_branches_are_dropped_by_masks_of_their_own():
 @pytest.mark.parametrize("context", [None, TokenContext(2)])
 def test_dropout_without_token_ids_is_refused(context):
     x = draw(1, 2, 6, E) if context is None else draw(1, 12, E)
-    words = (
-        r"^dropout = 0.1 needs .* context.token_ids is missing; pass a TokenContext with token_ids$"
-    )
-    with pytest.raises(ValueError, match=words):
+    missing = "context.token_ids is missing; pass a TokenContext with token_ids"
+    with pytest.raises(ValueError, match=rf"^dropout = 0.1 needs .* {missing}$"):
         _block(GPT2, dropout=0.1)(x, context)
+
+
+def _norms(block: TransformerBlock) -> list[nn.Module]:
+    """Return the norms before and after attention and before and after the MLP."""
+    names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+    return [getattr(block, name) or nn.Identity() for name in names]
 
 
 def test_norms_stand_where_they_are_told_to():
     x, y = draw(1, 2, 6, E), []
     for place in ("pre", "sandwich", "post"):
         block = _block(LLAMA | {"norm_place": place})
-        a, b, c, d = (
-            getattr(block, name) or (lambda x: x)
-            for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-        )
+        a, b, c, d = _norms(block)
         h = x + b(block.attention(a(x)))
         y.append(h + d(block.mlp(c(h))))
         assert_close_f64(block(x), y[-1], 1e-12)
         names = {name.split(".")[0] for name, _ in block.named_parameters() if "norm" in name}
         assert len(names) == (4 if place == "sandwich" else 2)
     assert len({tensor.sum().item() for tensor in y}) == 3
-    with pytest.raises(ValueError, match=r"^norm_place must be 'pre', 'sandwich' or 'post', got "):
-        _block({"norm_place": "before"})
 
 
 @pytest.mark.parametrize("place", ["pre", "sandwich", "post"])
 def test_each_branch_has_a_dropout_site_of_its_own_wherever_norms_stand(place):
     block = _block(LLAMA | {"norm_place": place}, dropout=0.4, site=5)
     x, context = draw(1, 12, E), _context()
-    norms = block.attention_norm, block.attention_post_norm, block.mlp_norm, block.mlp_post_norm
-    a, b, c, d = (norm or nn.Identity() for norm in norms)
+    a, b, c, d = _norms(block)
 
     def dropped(y: Tensor, site: int) -> Tensor:
         key = {"seed": context.seed, "site": site, "tokens": context.token_ids}
@@ -219,11 +220,6 @@ def test_each_branch_has_a_dropout_site_of_its_own_wherever_norms_stand(place):
     block.eval()
     h = x + b(block.attention(a(x), context))
     assert_close_f64(block(x, context), h + d(block.mlp(c(h))), 1e-12)
-
-
-def test_an_unknown_norm_is_refused():
-    with pytest.raises(ValueError, match=r"^norm must be 'layer', 'rms' or 'rms1p', got 'batch'$"):
-        _block({"norm": "batch"})
 
 
 # ------------------------------------------------------------------- an ordinary module
@@ -328,21 +324,21 @@ def _train(block: nn.Module, x: Tensor) -> list[Tensor]:
     return [torch.stack(losses), *whole]
 
 
-def _on_data_ranks(rank: int) -> None:
+def _train_alike(rank: int, style: dict, *wraps: Callable[[nn.Module], nn.Module]) -> None:
+    """Assert that two data ranks train each wrapped block as one device trains the plain one."""
     x = draw(1, 4, 6, E)
+    order = rearrange(x, "(half rank) s e -> (rank half) s e", rank=2)  # each rank's half
+    losses, *expected = _train(_block(style), order)
+    for wrap in wraps:
+        mine, *parameters = _train(wrap(_block(style)), x.chunk(2)[rank])
+        torch.distributed.all_reduce(mine)
+        assert_all_close([mine / 2, *parameters], [losses, *expected])
+
+
+@every_rank(2, run_ranks)
+def test_ddp_and_fsdp2_train_it_as_one_device_does(rank: int) -> None:
     for style in (GPT2, LLAMA | {"recompute": "up"}):
-        alone = _block(style)
-        order = rearrange(x, "(half rank) s e -> (rank half) s e", rank=2)  # each rank's half
-        losses, *expected = _train(alone, order)
-        for wrap in (DistributedDataParallel, fully_shard):
-            wrapped = wrap(_block(style))
-            mine, *parameters = _train(wrapped, x.chunk(2)[rank])
-            torch.distributed.all_reduce(mine)
-            assert_all_close([mine / 2, *parameters], [losses, *expected])
-
-
-def test_ddp_and_fsdp2_train_it_as_one_device_does():
-    run_ranks(2, _on_data_ranks)
+        _train_alike(rank, style, DistributedDataParallel, fully_shard)
 
 
 # ------------------------------------------------------------------- parts that were replaced
@@ -432,40 +428,33 @@ def test_gradients_of_biases_and_norms_are_summed_as_wide_as_they_are_wanted(dty
     assert block.attention.out.bias.grad.abs().max() > 1e5
 
 
-def _submodules_sharded(rank: int) -> None:
-    x, whole = draw(1, 4, 6, E), _block(GPT2)
-    order = rearrange(x, "(half rank) s e -> (rank half) s e", rank=2)
-    losses, *expected = _train(whole, order)
-    for names in (("attention", "mlp"), PROJECTIONS, ("attention",), ("mlp.up",)):
-        block = _block(GPT2)
+@every_rank(2, run_ranks)
+def test_fsdp2_may_shard_submodules(rank: int) -> None:
+    def wrap(names: tuple[str, ...], block: nn.Module) -> nn.Module:
         for name in names:
             fully_shard(block.get_submodule(name))
-        mine, *parameters = _train(fully_shard(block), x.chunk(2)[rank])
-        torch.distributed.all_reduce(mine)
-        assert_all_close([mine / 2, *parameters], [losses, *expected])
+        return fully_shard(block)
+
+    each = (("attention", "mlp"), PROJECTIONS, ("attention",), ("mlp.up",))
+    _train_alike(rank, GPT2, *(partial(wrap, names) for names in each))
 
 
-def test_fsdp2_may_shard_submodules():
-    run_ranks(2, _submodules_sharded)
+BLOCK = partial(TransformerBlock, 8, 2, 16)
+LAYERS = (
+    partial(Attention, 8, 2), partial(MLP, 8, 16), partial(RMSNorm, 8), partial(LayerNorm, 8),
+    partial(VocabParallelLinearCrossEntropy, 8), partial(VocabParallelCrossEntropy, 8), BLOCK,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "options", "words"),
     [
-        lambda: Attention(8, 2, impl="cuda"),
-        lambda: MLP(8, 16, impl="cuda"),
-        lambda: RMSNorm(8, impl="cuda"),
-        lambda: LayerNorm(8, impl="cuda"),
-        lambda: VocabParallelLinearCrossEntropy(8, impl="cuda"),
-        lambda: VocabParallelCrossEntropy(8, impl="cuda"),
-        lambda: TransformerBlock(8, 2, 16, impl="cuda"),
+        *((make, {"impl": "cuda"}, r'None, "triton" or "torch", got \'cuda\'$') for make in LAYERS),
+        (BLOCK, {"strategy": "rings"}, "Links or one of .*, got 'rings'$"),
+        (BLOCK, {"norm": "batch"}, "'layer', 'rms' or 'rms1p', got 'batch'$"),
+        (BLOCK, {"norm_place": "before"}, "'pre', 'sandwich' or 'post', got 'before'$"),
     ],
 )
-def test_an_unknown_impl_is_refused_when_a_layer_is_made(make) -> None:
-    with pytest.raises(ValueError, match=r'^impl must be None, "triton" or "torch", got \'cuda\'$'):
-        make()
-
-
-def test_an_unknown_strategy_is_refused_when_a_layer_is_made() -> None:
-    with pytest.raises(ValueError, match=r"^strategy must be Links or one of .*, got 'rings'$"):
-        TransformerBlock(8, 2, 16, strategy="rings")
+def test_an_unknown_word_is_refused_when_a_layer_is_made(make, options, words) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(options))} must be {words}"):
+        make(**options)

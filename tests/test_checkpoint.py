@@ -1,6 +1,7 @@
 """Checkpoints under attack: flipped bits are detected, crashes lose no good step, no code runs."""
 
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -26,7 +27,6 @@ from refused import one_line
 from warpweave.checkpoint import (
     CheckpointError,
     CheckpointWarning,
-    config_digest,
     latest,
     open_checkpoint,
     open_latest,
@@ -66,15 +66,31 @@ def save(folder: Path, step: int = 7, seed: int = 0, **options) -> Path:
     )
 
 
-def rewrite(step: Path, change, *, name: str = "manifest.json") -> None:
-    """Change the manifest and update its digest, as a forger would."""
-    import hashlib
-
-    manifest = json.loads((step / name).read_text())
-    change(manifest)
-    data = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
-    (step / name).write_bytes(data)
+def signed(step: Path, data: bytes) -> None:
+    """Replace the manifest, with its digest, as a forger would."""
+    (step / "manifest.json").write_bytes(data)
     (step / "manifest.sha256").write_text(hashlib.sha256(data).hexdigest())
+
+
+def rewrite(step: Path, change) -> None:
+    """Change fields of the manifest and update its digest."""
+    manifest = json.loads((step / "manifest.json").read_text())
+    change(manifest)
+    signed(step, json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
+
+
+def replace(shard: Path, data: bytes) -> None:
+    """Replace a file of tensors, with its digest in the manifest."""
+    shard.write_bytes(data)
+    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    rewrite(shard.parent, lambda manifest: manifest["files"].update({shard.name: entry}))
+
+
+def refused(path: Path, words: str | None = None) -> str:
+    """Assert that a checkpoint is refused in one line with these words, and return the line."""
+    with pytest.raises(CheckpointError, match=words) as error:
+        open_checkpoint(path)
+    return one_line(error)
 
 
 # ---- round trip ----------------------------------------------------------------------------------
@@ -96,9 +112,7 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path, shard_bytes: int)
     assert shards == {1: 10, 400: 7, 1 << 30: 1}[shard_bytes]
 
 
-def test_safetensors_reads_what_was_saved_with_each_tensor_aligned(
-    tmp_path: Path,
-) -> None:
+def test_safetensors_reads_what_was_saved_with_each_tensor_aligned(tmp_path: Path) -> None:
     tensors = weights() | {
         'Maße/日本 "\\\n': torch.arange(3, dtype=torch.int16),
         "odd": torch.ones(3, dtype=torch.bool),
@@ -153,39 +167,11 @@ def test_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
     assert stat.S_IMODE((path.parent / "latest").stat().st_mode) == 0o600
 
 
-def test_a_wrong_config_is_refused_listing_the_fields(tmp_path: Path) -> None:
-    reader = open_checkpoint(save(tmp_path))
-    reader.require_config(CONFIG)
-    with pytest.raises(
-        CheckpointError, match=r"layers: saved 3, now 4; new: saved 'nothing', now 1"
-    ):
-        reader.require_config({**CONFIG, "layers": 4, "new": 1})
-    for gone in CONFIG:
-        with pytest.raises(CheckpointError, match=rf"{gone}: saved .*, now 'nothing'"):
-            reader.require_config({name: CONFIG[name] for name in CONFIG if name != gone})
-    assert config_digest({"a": 1, "b": 2}) == config_digest({"b": 2, "a": 1})
-
-
-@pytest.mark.parametrize(
-    ("tensors", "options", "says"),
-    [
-        (
-            [("a", torch.ones(2)), ("a", torch.ones(2))],
-            {},
-            "'a' must be saved only once, but rank 0",
-        ),
-        (
-            [("a", torch.ones(2)), ("b", torch.ones(2)), ("a", torch.ones(2))],
-            {"shard_bytes": 8},
-            "'a' must be saved only once, but rank 0",
-        ),
-    ],
-)
-def test_what_cannot_be_saved_is_refused_and_leaves_nothing(
-    tmp_path: Path, tensors, options, says: str
-) -> None:
-    with pytest.raises(CheckpointError, match=says) as error:
-        save_checkpoint(tmp_path, 1, tensors, **{"config": {}, "state": {}, **options})
+@pytest.mark.parametrize(("names", "options"), [("aa", {}), ("aba", {"shard_bytes": 8})])
+def test_a_name_given_twice_is_refused_and_leaves_nothing(tmp_path: Path, names, options) -> None:
+    tensors = [(name, torch.ones(2)) for name in names]
+    with pytest.raises(CheckpointError, match="'a' must be saved only once, but rank 0") as error:
+        save_checkpoint(tmp_path, 1, tensors, config={}, state={}, **options)
     one_line(error)
     assert list(tmp_path.iterdir()) == []
 
@@ -199,9 +185,8 @@ def test_the_newest_k_stay_and_foreign_files_are_never_touched(tmp_path: Path) -
         save(tmp_path, step)
     (tmp_path / "step_00000001" / "plot.png").write_text("mine too")
     save(tmp_path, 3)
-    with pytest.warns(
-        CheckpointWarning, match="step_00000001 is not a folder with only checkpoint files"
-    ):
+    words = "step_00000001 is not a folder with only checkpoint files"
+    with pytest.warns(CheckpointWarning, match=words):
         save(tmp_path, 4, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "latest", "notes.txt", "step_00000001", "step_00000003", "step_00000004",
@@ -222,9 +207,7 @@ def test_latest_follows_the_pointer_and_does_without_it(tmp_path: Path) -> None:
     assert latest(tmp_path).name == "step_00000009"
 
 
-def test_resaved_step_is_replaced_and_a_crash_between_renames_is_repaired(
-    tmp_path: Path,
-) -> None:
+def test_resaved_step_is_replaced_and_a_crash_between_renames_is_repaired(tmp_path: Path) -> None:
     save(tmp_path, 7, seed=0)
     save(tmp_path, 7, seed=1)
     assert torch.equal(open_latest(tmp_path).tensor("rng"), weights(1)["rng"])
@@ -253,23 +236,18 @@ def test_a_folder_in_the_way_that_is_no_checkpoint_stays(tmp_path: Path) -> None
 def test_a_hundred_random_bit_flips_are_all_found(tmp_path: Path) -> None:
     path = save(tmp_path, shard_bytes=400)
     files = sorted(path.iterdir())
-    sizes = [file.stat().st_size for file in files]
+    assert len(files) == 9
     draw = random.Random(0)
-    hit = set()
     for trial in range(100):
         # Cover every file in turn, so that manifest, digest, headers and data are all tested.
         file = files[trial % len(files)]
-        hit.add(file.name)
-        offset, bit = draw.randrange(sizes[trial % len(files)]), draw.randrange(8)
         good = file.read_bytes()
         bad = bytearray(good)
+        offset, bit = draw.randrange(len(good)), draw.randrange(8)
         bad[offset] ^= 1 << bit
         file.write_bytes(bad)
-        with pytest.raises(CheckpointError) as error:
-            open_checkpoint(path)
-        assert str(path) in one_line(error), (file, offset, bit)
+        assert str(path) in refused(path), (file, offset, bit)
         file.write_bytes(good)
-    assert len(hit) == len(files) == 9
     open_checkpoint(path)
 
 
@@ -278,14 +256,11 @@ def test_each_missing_or_truncated_file_is_named_with_its_sizes(tmp_path: Path) 
     for file in sorted(path.iterdir()):
         good = file.read_bytes()
         file.write_bytes(good[:-1])
-        with pytest.raises(CheckpointError, match=file.name.split(".")[0]) as error:
-            open_checkpoint(path)
+        said = refused(path, file.name.split(".")[0])
         if file.suffix == ".safetensors":
-            assert f"{len(good) - 1} bytes, but the manifest says {len(good)}" in one_line(error)
+            assert f"{len(good) - 1} bytes, but the manifest says {len(good)}" in said
         file.unlink()
-        with pytest.raises(CheckpointError, match=file.name) as error:
-            open_checkpoint(path)
-        one_line(error)
+        refused(path, file.name)
         file.write_bytes(good)
     open_checkpoint(path)
 
@@ -305,24 +280,15 @@ def test_a_file_changed_after_verification_is_noticed(tmp_path: Path, swapped: b
         reader.tensor("rng")
 
 
-def test_next_older_good_step_is_opened_with_a_warning_naming_the_bad_file(
-    tmp_path: Path,
-) -> None:
+def test_next_older_good_step_is_opened_with_a_warning_naming_the_bad_file(tmp_path: Path) -> None:
     save(tmp_path, 1)
     shard = next(save(tmp_path, 2).glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-3])
     with pytest.warns(CheckpointWarning, match=r"step_00000002/rank00000-00000.safetensors has"):
         reader = open_latest(tmp_path)
-    assert reader is not None
     assert reader.step == 1
     with pytest.raises(CheckpointError, match="step_00000002"):
         open_latest(tmp_path, fallback=False)
-    (tmp_path / "step_00000001" / "manifest.json").unlink()
-    with (
-        pytest.warns(CheckpointWarning),
-        pytest.raises(CheckpointError, match="2 steps, none of them valid"),
-    ):
-        open_latest(tmp_path)
 
 
 def test_a_run_folder_is_refused_with_the_step_to_open(tmp_path: Path) -> None:
@@ -330,9 +296,7 @@ def test_a_run_folder_is_refused_with_the_step_to_open(tmp_path: Path) -> None:
     assert open_latest(tmp_path) is None
     step = [save(steps, number) for number in (1, 2)][-1]
     for folder in (tmp_path, steps):
-        words = f"^{folder} is a run's folder.*open {step},"
-        with pytest.raises(CheckpointError, match=words):
-            open_checkpoint(folder)
+        refused(folder, f"^{folder} is a run's folder.*open {step},")
     with pytest.raises(CheckpointError, match=rf"open_latest\('{steps}'\)"):
         open_latest(tmp_path)
     assert open_latest(steps).step == open_checkpoint(step).step == 2
@@ -344,42 +308,31 @@ def test_a_run_folder_is_refused_with_the_step_to_open(tmp_path: Path) -> None:
 def test_links_and_foreign_files_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path)
     (path / "extra.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"extra.safetensors is not listed in the manifest"):
-        open_checkpoint(path)
+    refused(path, "extra.safetensors is not listed in the manifest")
     (path / "extra.safetensors").unlink()
     for file in sorted(path.iterdir()):
         away = tmp_path / "away"
         shutil.move(file, away)
         file.symlink_to(away)
-        with pytest.raises(CheckpointError, match="links are rejected"):
-            open_checkpoint(path)
+        refused(path, "links are rejected")
         file.unlink()
         os.mkfifo(file)
-        with pytest.raises(CheckpointError, match=f"{file} is not a regular file"):
-            open_checkpoint(path)
+        refused(path, f"{file} is not a regular file")
         file.unlink()
         shutil.move(away, file)
     os.mkfifo(path / "pipe")
-    with pytest.raises(CheckpointError, match="pipe is not listed in the manifest"):
-        open_checkpoint(path)
+    refused(path, "pipe is not listed in the manifest")
     (path / "pipe").unlink()
     (tmp_path / "link").symlink_to(path)
-    with pytest.raises(CheckpointError, match="links are rejected"):
-        open_checkpoint(tmp_path / "link")
+    refused(tmp_path / "link", "links are rejected")
     open_checkpoint(path)
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "../secret.safetensors",
-        "/etc/passwd",
-        "a/b.safetensors",
-        "..",
-        ".hidden.safetensors",
-        "a\0b",
-    ],
-)
+    ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".hidden.safetensors",
+     "a\0b"],
+)  # fmt: skip
 def test_a_file_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
     path = save(tmp_path)
     shutil.copy(next(path.glob("*.safetensors")), tmp_path / "secret.safetensors")
@@ -390,9 +343,7 @@ def test_a_file_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
             entry["file"] = name
 
     rewrite(path, change)
-    with pytest.raises(CheckpointError, match="is not of the form") as error:
-        open_checkpoint(path)
-    one_line(error)
+    refused(path, "is not of the form")
 
 
 @pytest.mark.parametrize(
@@ -406,10 +357,8 @@ def test_a_file_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
         (lambda m: m.update(step="7"), "step must be an integer >= 0, got '7'"),
         (lambda m: m.update(mesh=[]), "mesh must be an object"),
         (lambda m: m["files"][SHARD].update(bytes=True), "bytes must be .*, got True"),
-        (
-            lambda m: m["files"][SHARD].update(bytes=float(m["files"][SHARD]["bytes"])),
-            "bytes must be",
-        ),
+        (lambda m: m["files"][SHARD].update(bytes=float(m["files"][SHARD]["bytes"])),
+         "bytes must be"),
         (lambda m: m["files"][SHARD].update(bytes=-1), "bytes must be an integer >= 0, got -1"),
         (lambda m: m["files"][SHARD].update(sha256=int("1" * 64)), "sha256 must be 64 hex"),
         (lambda m: m["tensors"]["rng"].update(shape=[101.0]), "got 101.0"),
@@ -426,31 +375,23 @@ def test_a_file_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
         (lambda m: m["tensors"]["rng"].update(shape=[10**300] * 50), "has an invalid file"),
         (lambda m: m["tensors"]["rng"].update(shape=[2**61] * 60), "has an invalid file"),
         (lambda m: m["tensors"]["rng"].update(shape=[2] * 2000), "has an invalid file"),
-        (
-            lambda m: m["tensors"]["rng"].update(dtype="object"),
-            "dtype must be one of .* got 'object'",
-        ),
-        (
-            lambda m: m["tensors"]["rng"].update(file="rank00009-00000.safetensors"),
-            "has an invalid file",
-        ),
+        (lambda m: m["tensors"]["rng"].update(dtype="object"),
+         "dtype must be one of .* got 'object'"),
+        (lambda m: m["tensors"]["rng"].update(file="rank00009-00000.safetensors"),
+         "has an invalid file"),
         (lambda m: m["tensors"]["rng"].update(shape=[100]), "of tensor 'rng' must be"),
         (lambda m: m["tensors"]["rng"].update(dtype="int8"), "of tensor 'rng' must be"),
         (lambda m: m["tensors"].pop("rng"), r"the manifest lists for it, but differs in \['rng'\]"),
-        (
-            lambda m: m["tensors"].update(more=m["tensors"]["rng"]),
-            r"the manifest lists for it, but differs in \['more'\]",
-        ),
+        (lambda m: m["tensors"].update(more=m["tensors"]["rng"]),
+         r"the manifest lists for it, but differs in \['more'\]"),
     ],
-)
+)  # fmt: skip
 def test_a_forged_manifest_with_a_right_digest_is_still_checked(
     tmp_path: Path, change, says: str
 ) -> None:
     path = save(tmp_path)
     rewrite(path, change)
-    with pytest.raises(CheckpointError, match=says) as error:
-        open_checkpoint(path)
-    one_line(error)
+    refused(path, says)
 
 
 @pytest.mark.parametrize(
@@ -458,14 +399,9 @@ def test_a_forged_manifest_with_a_right_digest_is_still_checked(
     ['{"format": 1, "format": 2}', '{"step": NaN}', "[" * 11_000, "\xff", "[]", "", "[1e999]"],
 )
 def test_a_manifest_that_is_no_strict_json_is_refused(tmp_path: Path, text: str) -> None:
-    import hashlib
-
     path = save(tmp_path)
-    data = text.encode("latin-1")
-    (path / "manifest.json").write_bytes(data)
-    (path / "manifest.sha256").write_text(hashlib.sha256(data).hexdigest())
-    with pytest.raises(CheckpointError, match=r"manifest.json: (not JSON|it must be an object)"):
-        open_checkpoint(path)
+    signed(path, text.encode("latin-1"))
+    refused(path, r"manifest.json: (not JSON|it must be an object)")
 
 
 @pytest.mark.parametrize("part", [b"[],", b"{},", b"0,", b'"' + b"x" * 61 + b'",'])
@@ -473,20 +409,12 @@ def test_a_manifest_is_counted_before_it_is_parsed(
     tmp_path: Path, monkeypatch, part: bytes
 ) -> None:
     """60 MiB that cost a parser a minute and gigabytes, and 1 MiB of it, except for long names."""
-    import hashlib
-
     path = save(tmp_path)
     monkeypatch.setattr(manifest_module, "parse_manifest", None)
     for size in (60, 1) if len(part) < 9 else (60,):
-        data = b"[" + part * (size * 2**20 // len(part)) + b"0]"
-        (path / "manifest.json").write_bytes(data)
-        (path / "manifest.sha256").write_text(hashlib.sha256(data).hexdigest())
+        signed(path, b"[" + part * (size * 2**20 // len(part)) + b"0]")
         began = time.process_time()
-        with pytest.raises(
-            CheckpointError, match=r"manifest.json (must have at most|has) .* bytes"
-        ) as error:
-            open_checkpoint(path)
-        one_line(error)
+        refused(path, r"manifest.json (must have at most|has) .* bytes")
         assert time.process_time() - began < 2.0
 
 
@@ -496,9 +424,8 @@ def test_a_manifest_of_120000_tensors_is_read(tmp_path: Path, name: str, shape: 
     tensors = {name.format(i): entry for i in range(120_000)}
     data = json.dumps({"tensors": tensors}, separators=(",", ":")).encode()
     manifest_module._count_values(data, tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"at most .* JSON values, got .* bytes and .* values"
-    ):
+    words = r"at most .* JSON values, got .* bytes and .* values"
+    with pytest.raises(CheckpointError, match=words):
         manifest_module._count_values(data * 2, tmp_path)
 
 
@@ -520,16 +447,8 @@ def test_a_pickle_in_any_place_runs_nothing(tmp_path: Path) -> None:
         good = file.read_bytes()
         file.write_bytes(evil)
         if file.suffix == ".safetensors":  # with the manifest forged to match
-
-            def change(manifest: dict, name: str = file.name) -> None:
-                import hashlib
-
-                digest = hashlib.sha256(evil).hexdigest()
-                manifest["files"][name] = {"bytes": len(evil), "sha256": digest}
-
-            rewrite(path, change)
-        with pytest.raises(CheckpointError):
-            open_checkpoint(path)
+            replace(file, evil)
+        refused(path)
         file.write_bytes(good)
         assert not canary.exists()
     pickle.loads(evil)
@@ -553,14 +472,10 @@ def entry(begin: int, end: int, dtype: str = "U8") -> dict:
         (header({"a": entry(0, 4), "b": entry(2, 6)}) + b"\0" * 8, "of tensor 'b' must be"),
         (header({"a": entry(0, 4), "b": entry(6, 10)}) + b"\0" * 10, "of tensor 'b' must be"),
         (header({"a": entry(0, 4), "b": entry(4, 1 << 62)}) + b"\0" * 8, "of tensor 'b' must be"),
-        (
-            header({"a": entry(0, 4), "b": entry(4, 8)}) + b"\0" * 9,
-            "bytes, but its header declares",
-        ),
-        (
-            header({"a": entry(0, 4), "b": entry(4, 8)}) + b"\0" * 7,
-            "bytes, but its header declares",
-        ),
+        (header({"a": entry(0, 4), "b": entry(4, 8)}) + b"\0" * 9,
+         "bytes, but its header declares"),
+        (header({"a": entry(0, 4), "b": entry(4, 8)}) + b"\0" * 7,
+         "bytes, but its header declares"),
         (header({"a": entry(0, 4, "F32"), "b": entry(4, 8)}) + b"\0" * 8, "of tensor 'a' must be"),
         (header({"a": entry(0, 4)}) + b"\0" * 4, r"but differs in \['b'\]"),
         (header({"a": entry(0, 4), "b": entry(4, 8), "__metadata__": {}}) + b"\0" * 8, "header"),
@@ -571,38 +486,24 @@ def entry(begin: int, end: int, dtype: str = "U8") -> dict:
         (header(b"[" * 4000), "bad safetensors header"),
         (header({"a": entry(False, 4), "b": entry(4, 8)}) + b"\0" * 8, "of tensor 'a' must be"),
         (header({"a": entry(0, 4.0), "b": entry(4, 8)}) + b"\0" * 8, "of tensor 'a' must be"),
-        (
-            header({"a": entry(0, 4) | {"shape": [4.0]}, "b": entry(4, 8)}) + b"\0" * 8,
-            "of tensor 'a' must be",
-        ),
-        (
-            header({"a": entry(0, 4) | {"more": 1}, "b": entry(4, 8)}) + b"\0" * 8,
-            "of tensor 'a' must be",
-        ),
+        (header({"a": entry(0, 4) | {"shape": [4.0]}, "b": entry(4, 8)}) + b"\0" * 8,
+         "of tensor 'a' must be"),
+        (header({"a": entry(0, 4) | {"more": 1}, "b": entry(4, 8)}) + b"\0" * 8,
+         "of tensor 'a' must be"),
         (header({"a": entry(0, 4) | {"data_offsets": "04"}, "b": entry(4, 8)}), "header"),
         (header(b'{"a": 1, "a": 2}'), "bad safetensors header"),
     ],
-)
+)  # fmt: skip
 def test_a_hostile_safetensors_header_is_refused_at_once(
     tmp_path: Path, data: bytes, says: str
 ) -> None:
-    import hashlib
-
     pair = {name: torch.zeros(4, dtype=torch.uint8) for name in "ab"}
     path = save_checkpoint(tmp_path, 1, pair.items(), config={}, state={})
-    shard = next(path.glob("*.safetensors"))
-    shard.write_bytes(data)
-
-    def change(manifest: dict) -> None:
-        digest = hashlib.sha256(data).hexdigest()
-        manifest["files"][shard.name] = {"bytes": len(data), "sha256": digest}
-
-    rewrite(path, change)
+    replace(path / SHARD, data)
     begin = time.perf_counter()
-    with pytest.raises(CheckpointError, match=says) as error:
-        open_checkpoint(path)
+    said = refused(path, says)
     assert time.perf_counter() - begin < 0.5
-    assert len(one_line(error)) < 1000
+    assert len(said) < 1000
 
 
 # ---- crashes -------------------------------------------------------------------------------------
@@ -651,9 +552,8 @@ def test_a_step_that_the_disk_did_not_take_costs_no_older_one(
             path.write_bytes(data[:-1] if damage == "cut" else data)
 
     monkeypatch.setattr(save_module, "publish_step", publish)
-    with pytest.raises(
-        CheckpointError, match=r"was written but failed verification: .*older checkpoints are kept"
-    ):
+    words = "was written but failed verification: .*older checkpoints are kept"
+    with pytest.raises(CheckpointError, match=words):
         save(tmp_path, 3, keep=1)
     monkeypatch.undo()
     assert {path.name[-1] for path in tmp_path.glob("step_*")} == {"1", "2", "3"}
@@ -723,10 +623,7 @@ def _save_for_ever(folder: str) -> None:
 
 
 def test_kill_9_at_any_instant_leaves_the_last_good_step(tmp_path: Path) -> None:
-    context = ranks._context()
-    draw = random.Random(1)
-    seen_partial = 0
-    last = 0
+    context, draw, seen_partial = ranks._context(), random.Random(1), 0
     for trial in range(8):
         folder = tmp_path / str(trial % 2)
         process = context.Process(target=_save_for_ever, args=(str(folder),))
@@ -740,10 +637,8 @@ def test_kill_9_at_any_instant_leaves_the_last_good_step(tmp_path: Path) -> None
         process.close()
         seen_partial += any(".tmp-" in p.name or ".old-" in p.name for p in folder.iterdir())
         reader = open_latest(folder)  # a warning would be an error here: no visible step is bad
-        assert reader is not None
         values = {reader.tensor(name).unique().item() for name in reader.names}
         assert values == {reader.state["round"]}, "never a mixture of two steps"
-        last += reader.state["round"]
     assert seen_partial > 0, "no kill came in the middle of a save, so nothing was tried"
     save(tmp_path / "0")
     assert not [p for p in (tmp_path / "0").iterdir() if "." in p.name]
@@ -757,8 +652,7 @@ def _mine(rank: int, world: int) -> dict[str, torch.Tensor]:
 
 
 def _save_and_read(rank: int, folder: str) -> tuple:
-    group = dist.group.WORLD
-    world = dist.get_world_size()
+    group, world = dist.group.WORLD, dist.get_world_size()
 
     def gathering() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in _mine(rank, world).items():
@@ -772,7 +666,6 @@ def _save_and_read(rank: int, folder: str) -> tuple:
         folder, 5, gathering(), config=config, state={}, group=group, shard_bytes=200
     )
     reader = open_latest(folder, group=group)
-    assert reader is not None
     same = all(torch.equal(reader.tensor(n), t) for n, t in weights().items())
     return path.name, reader.names == sorted(weights()), same, reader.config
 
@@ -836,9 +729,7 @@ def test_ranks_that_see_other_folders_under_one_name_all_refuse(tmp_path: Path) 
         assert message.endswith("step_00000007 is not the same folder on all 3 ranks")
 
 
-def test_every_rank_reports_a_damaged_file_although_hashing_is_shared(
-    tmp_path: Path,
-) -> None:
+def test_every_rank_reports_a_damaged_file_although_hashing_is_shared(tmp_path: Path) -> None:
     path = save(tmp_path, shard_bytes=400)
     shard = sorted(path.glob("*.safetensors"))[3]
     data = bytearray(shard.read_bytes())

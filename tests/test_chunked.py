@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from every_rank import every_rank
 from plants import Plant, instead, noticed, planted
 from ranks import NotedWork, run_ranks
 from sharded import beside_replicas, draw, part, world
@@ -126,18 +127,15 @@ def test_the_group_need_not_be_the_world() -> None:
     run_ranks(4, beside_replicas, _equal)
 
 
-def _sums(rank: int) -> None:
-    """Return terms whose sum differs for every order of adding."""
+@every_rank(3)
+def test_terms_are_added_in_the_order_of_ranks_everywhere(rank: int) -> None:
+    """The sum of these terms differs for every order of adding."""
     _, _, ranks = world()
     scale = torch.tensor([1e16, 1.0, -1e16][:ranks], dtype=torch.float64)
     whole = torch.arange(1.0, ranks * SHARE + 1, dtype=torch.float64)[:, None]
     y = chunked.product_scatter(whole, lambda h: h * scale[rank], dist.group.WORLD)
     terms = part(whole, 0) * scale
     assert torch.equal(y, ((terms[:, 0] + terms[:, 1]) + terms[:, 2])[:, None])
-
-
-def test_terms_are_added_in_the_order_of_ranks_everywhere() -> None:
-    run_threads(3, _sums)
 
 
 def test_one_device_and_the_words() -> None:
@@ -222,7 +220,8 @@ def test_bulk_hides_collectives_behind_the_products_and_its_twin_nothing() -> No
     assert run_ranks(2, _hidden) == [["pwmpwm", "mpwm", "pmpwmw", "mpmw"]] * 2
 
 
-def _absent(rank: int) -> None:
+@every_rank(2, run_ranks)
+def test_a_rank_that_never_comes_is_waited_for_as_long_as_the_group_says(rank: int) -> None:
     for product in (
         lambda ranks: ranks.column_product(torch.ones(2, 2), lambda x, _: x),
         lambda ranks: ranks.sum_product(torch.ones(2, 2), lambda h: h + 1),
@@ -236,10 +235,6 @@ def _absent(rank: int) -> None:
                 product(tensor_ranks(group, True, "chunked"))
             assert time.monotonic() - began < 60
         dist.barrier()
-
-
-def test_a_rank_that_never_comes_is_waited_for_as_long_as_the_group_says() -> None:
-    run_ranks(2, _absent)
 
 
 # ---------------------------------------------------------------- planted faults

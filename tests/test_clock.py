@@ -141,11 +141,8 @@ def test_a_product_of_a_known_tile_has_known_figures(found, target) -> None:
     assert loop.flops == 2 * M * N * K / WARPS
     # A warp's share of a multiprocessor is a quarter of it; data sheets round peaks and clocks.
     assert loop.tensor == pytest.approx(loop.flops / (RATES[target] / 4), rel=0.02)
-    products = {
-        "sm_80": M * N * K / (16 * 8 * 16) / WARPS,
-        "sm_90": M / 64 * K / 16,
-        "sm_100": K / 16,
-    }
+    small = M * N * K / (16 * 8 * 16) / WARPS
+    products = {"sm_80": small, "sm_90": M / 64 * K / 16, "sm_100": K / 16}
     assert loop.classes["tensor"] == products[target]
     step = (M + N) * K * 2  # bytes that a program copies per iteration
     assert loop.global_bytes == step / WARPS
@@ -268,14 +265,19 @@ def test_products_are_those_of_the_instruction_set(opcode, operands, expected) -
     assert (found.shape, found.warps, found.slower, found.reads) == expected
 
 
-def test_products_that_are_not_known_are_refused() -> None:
-    with pytest.raises(ValueError, match="does not know the tensor-core instruction QGMMA"):
-        product_of(instruction("QGMMA.64x8x32.F32.E4M3.E4M3", "R24, gdesc[UR8], R24"), [])
-    with pytest.raises(ValueError, match="does not know the tensor-core instruction HMMA"):
-        product_of(instruction("HMMA", "R4, R8, R12, R4"), [])
-    product = instruction("UTCHMMA", "gdesc[UR4], gdesc[UR6], tmem[UR10], tmem[UR2], idesc[UR3]")
-    with pytest.raises(ValueError, match="no constant gives the size"):
-        product_of(product, [instruction("UIADD3", "UR3, UR4, 0x1, URZ")])
+@pytest.mark.parametrize(
+    ("opcode", "operands", "words"),
+    [
+        ("QGMMA.64x8x32.F32.E4M3.E4M3", "R24, gdesc[UR8], R24",
+         "does not know the tensor-core instruction QGMMA"),
+        ("HMMA", "R4, R8, R12, R4", "does not know the tensor-core instruction HMMA"),
+        ("UTCHMMA", "gdesc[UR4], gdesc[UR6], tmem[UR10], tmem[UR2], idesc[UR3]",
+         "no constant gives the size"),
+    ],
+)  # fmt: skip
+def test_products_that_are_not_known_are_refused(opcode, operands, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        product_of(instruction(opcode, operands), [instruction("UIADD3", "UR3, UR4, 0x1, URZ")])
 
 
 # class, pipe and its cycles on an A100 and on an H100, cycles of shared memory, bytes loaded
@@ -328,10 +330,7 @@ def test_the_figures_of_a_loop_are_those_of_its_instructions_added_by_hand() -> 
         ("UTCHMMA", "gdesc[UR4], gdesc[UR6], tmem[UR10], tmem[UR2], idesc[UR3], UPT"),
         ("WARPGROUP.DEPBAR.LE", ""), ("MUFU.EX2", ""), ("FFMA", ""), ("STS", ""), ("BRA", ""),
     ]  # fmt: skip
-    code = [
-        Instruction(16 * n, opcode, operands, "", 1 + n % 3)
-        for n, (opcode, operands) in enumerate(opcodes)
-    ]
+    code = [Instruction(16 * n, *what, "", 1 + n % 3) for n, what in enumerate(opcodes)]
     loop = reading._read(code[2:], code, 100, 8)
     flops = 2 * 2 * 128 * 128 * 16 / 8  # one warp's part of eight
     by_tma, reads = 0x4000 / 8, 2 * (128 + 128) * 16 * 2 / 8

@@ -18,15 +18,9 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 H100 = TARGETS["sm_90"]
 # Two warps per scheduler; buffers for three iterations, of 32 kB each.
 KERNEL = Kernel(
-    flops=1e6,
-    busy=500.0,
-    stalls=300,
-    loaded=4096.0,
-    outside=700,
-    warps=8,
-    occupancy=1,
+    flops=1e6, busy=500.0, stalls=300, loaded=4096.0, outside=700, warps=8, occupancy=1,
     shared=98304,
-)
+)  # fmt: skip
 WORK = Work(items=2 * 132, flops=2 * 132 * 8 * 1e6 * 10)  # two waves of ten iterations
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_f64
+from every_rank import every_rank
 from ranks import run_ranks
+from refused import check
 from rules import rulecheck
 from sharded import beside_replicas, world
 from spmd_types import I, P, R, S
@@ -85,15 +87,13 @@ def _all_pairs(rank: int) -> None:
         with pytest.raises(RuntimeError, match="does not support second derivatives"):
             torch.autograd.grad(dx.sum() + (x * x).sum(), x)
 
+    x = _tensor(1)
     if ranks > 1:
-        with pytest.raises(ValueError, match=rf"rank {rank} of {ranks}: dim 1 .* \(12, 5, 24\)"):
-            c.scatter(_tensor(1), group, 1)
-        with pytest.raises(ValueError, match="not divisible"):
-            c.reduce_scatter(_tensor(1), group, 1)
-        with pytest.raises(ValueError, match="contiguous"):
-            c.start_all_reduce_(_tensor(1).movedim(0, 1), group)
-    with pytest.raises(ValueError, match="dim 3 does not exist"):
-        c.all_gather(_tensor(1), group, 3)
+        words = rf"rank {rank} of {ranks}: dim 1 .* \(12, 5, 24\)"
+        check(lambda: c.scatter(x, group, 1), words)
+        check(lambda: c.reduce_scatter(x, group, 1), "not divisible")
+        check(lambda: c.start_all_reduce_(x.movedim(0, 1), group), "contiguous")
+    check(lambda: c.all_gather(x, group, 3), "dim 3 does not exist")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -115,7 +115,8 @@ def test_without_a_group_nothing_happens() -> None:
     assert (c.group_size(None), c.group_rank(None)) == (1, 0)
 
 
-def _dims(group) -> None:
+@every_rank(2, on_threads)
+def test_dims_are_counted_from_either_end_and_there_are_no_others(group) -> None:
     """Try every existing dim, and the two just outside, for each function with a dim."""
     x = torch.zeros(2, 4, 6)
     functions = (c.scatter, c.gather, c.all_gather, c.reduce_scatter, c.own_slice)
@@ -136,11 +137,8 @@ def _dims(group) -> None:
         c.own_slice(x, None, 3)
 
 
-def test_dims_are_counted_from_either_end_and_there_are_no_others() -> None:
-    on_threads(2, _dims)
-
-
-def _sums(group) -> None:
+@every_rank(3, on_threads)  # the sum of two terms in 16 bits is rounded once as well
+def test_sums_both_ways_are_of_32_bits_at_least_and_come_back_in_their_dtype(group) -> None:
     """Terms of 16 bits are summed in 32 and rounded once; the result has their dtype."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
@@ -162,10 +160,6 @@ def _sums(group) -> None:
         assert all(map(torch.equal, found, (whole, half, whole, half))), dtype
     given = torch.ones(3).bfloat16()
     assert c.start_all_reduce_(given, group).wait() is given, "in place, in the dtype it has"
-
-
-def test_sums_both_ways_are_of_32_bits_at_least_and_come_back_in_their_dtype() -> None:
-    on_threads(3, _sums)  # the sum of two terms in 16 bits is rounded once as well
 
 
 def test_a_collective_is_waited_for_once() -> None:
@@ -226,17 +220,10 @@ def test_a_message_that_fails_names_all_peers_once() -> None:
 
 # function, its dim, the only input type that its rule accepts
 CASES = [
-    (c._CopyTo, (), I),
-    (c._ReduceFrom, (), P),
-    (c._Scatter, (0,), I),
-    (c._Scatter, (2,), I),
-    (c._Gather, (0,), S(0)),
-    (c._Gather, (2,), S(2)),
-    (c._AllGather, (0,), S(0)),
-    (c._AllGather, (2,), S(2)),
-    (c._ReduceScatter, (0,), P),
-    (c._ReduceScatter, (2,), P),
-]
+    (c._CopyTo, (), I), (c._ReduceFrom, (), P), (c._Scatter, (0,), I), (c._Scatter, (2,), I),
+    (c._Gather, (0,), S(0)), (c._Gather, (2,), S(2)), (c._AllGather, (0,), S(0)),
+    (c._AllGather, (2,), S(2)), (c._ReduceScatter, (0,), P), (c._ReduceScatter, (2,), P),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("function", "dim", "accepted"), CASES)
@@ -250,11 +237,8 @@ def test_typing_rules_hold_numerically(function, dim, accepted) -> None:
 
 
 def test_every_function_has_a_rule() -> None:
-    functions = {
-        f
-        for _, f in inspect.getmembers(c, inspect.isclass)
-        if issubclass(f, torch.autograd.Function)
-    }
+    classes = (f for _, f in inspect.getmembers(c, inspect.isclass))
+    functions = {f for f in classes if issubclass(f, torch.autograd.Function)}
     assert functions == {function for function, _, _ in CASES}
     assert all(hasattr(f, "spmd_typecheck") for f in functions)
 

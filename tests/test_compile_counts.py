@@ -119,82 +119,43 @@ NONE: tuple[str, ...] = ()
 CASES = {
     "rms_norm": Case(rms_norm, lambda n: (_x(n), ONE), leaves=2),
     "layer_norm, all": Case(layer_norm, lambda n: (_x(n), ONE, ONE), _everything, 3),
-    "apply_rope": Case(
-        apply_rope, lambda n: (_heads(n, 3), *_table(n)), differentiable=("triton",), rtol=1e-15
-    ),
-    "apply_rope_qk": Case(
-        partial(apply_rope_qk, interleaved=True),
-        lambda n: (_heads(n, 3), _heads(n, 1), *_table(n)),
-        leaves=2,
-        differentiable=("torch",),
-        rtol=1e-15,
-    ),
-    "qkv_rope": Case(
-        qkv_rope, lambda n: (_rand(2, n, E), QKV, None, *_table(n)), leaves=2, rtol=1e-13
-    ),
+    "apply_rope": Case(apply_rope, lambda n: (_heads(n, 3), *_table(n)), differentiable=("triton",),
+                       rtol=1e-15),
+    "apply_rope_qk": Case(partial(apply_rope_qk, interleaved=True),
+                          lambda n: (_heads(n, 3), _heads(n, 1), *_table(n)), leaves=2,
+                          differentiable=("torch",), rtol=1e-15),
+    "qkv_rope": Case(qkv_rope, lambda n: (_rand(2, n, E), QKV, None, *_table(n)), leaves=2,
+                     rtol=1e-13),
     "activate": Case(_chain, lambda n: (_x(n),), rtol=1e-13),
-    "gelu_mlp": Case(
-        _residual_itself,
-        lambda n: _single(_x(n), UP, DOWN),
-        lambda n: {"drop": _drop(n)},
-        3,
-        rtol=1e-6,
-    ),
-    "swiglu_mlp": Case(
-        swiglu_mlp, lambda n: (_x(n), GATED, DOWN), _added, 3, ("triton",), rtol=1e-13
-    ),
-    "swiglu_mlp, recomputed": Case(
-        partial(swiglu_mlp, recompute="up"),
-        lambda n: (_x(n), GATED, DOWN),
-        _added,
-        leaves=3,
-        differentiable=("torch",),
-        rtol=1e-13,
-    ),
-    "gemm": Case(
-        gemm, lambda n: _single(_x(n), DOWN), leaves=2, differentiable=("torch",), rtol=1e-6
-    ),
+    "gelu_mlp": Case(_residual_itself, lambda n: _single(_x(n), UP, DOWN),
+                     lambda n: {"drop": _drop(n)}, 3, rtol=1e-6),
+    "swiglu_mlp": Case(swiglu_mlp, lambda n: (_x(n), GATED, DOWN), _added, 3, ("triton",),
+                       rtol=1e-13),
+    "swiglu_mlp, recomputed": Case(partial(swiglu_mlp, recompute="up"),
+                                   lambda n: (_x(n), GATED, DOWN), _added, leaves=3,
+                                   differentiable=("torch",), rtol=1e-13),
+    "gemm": Case(gemm, lambda n: _single(_x(n), DOWN), leaves=2, differentiable=("torch",),
+                 rtol=1e-6),
     "gemm_into": Case(gemm_into, lambda n: (_x(n), DOWN, _rand(n, F), True), differentiable=NONE),
     "fused_gemm": Case(fused_gemm, lambda n: (_x(n), DOWN), _epilogue, differentiable=NONE),
     "dropout": Case(dropout, lambda n: (_x(n), _drop(n))),
-    "cross_entropy": Case(
-        partial(cross_entropy, label_smoothing=0.1, z_loss=0.01),
-        lambda n: (_rand(n, V), _labels(n)),
-        rtol=1e-13,
-    ),
-    "linear_cross_entropy": Case(
-        partial(linear_cross_entropy, label_smoothing=0.1, z_loss=0.01),
-        lambda n: (*_single(_x(n), HEAD), _labels(n)),
-        leaves=2,
-        rtol=1e-6,
-    ),
+    "cross_entropy": Case(partial(cross_entropy, label_smoothing=0.1, z_loss=0.01),
+                          lambda n: (_rand(n, V), _labels(n)), rtol=1e-13),
+    "linear_cross_entropy": Case(partial(linear_cross_entropy, label_smoothing=0.1, z_loss=0.01),
+                                 lambda n: (*_single(_x(n), HEAD), _labels(n)), leaves=2,
+                                 rtol=1e-6),
     "linear_cross_entropy, recomputed": Case(
         partial(linear_cross_entropy, label_smoothing=0.1, z_loss=0.01, reduction="none"),
-        lambda n: (_x(n), HEAD, _labels(n)),
-        lambda n: {"recompute": True},
-        leaves=2,
-        rtol=1e-13,
+        lambda n: (_x(n), HEAD, _labels(n)), lambda n: {"recompute": True}, leaves=2, rtol=1e-13,
     ),
     "sum_of_squares": Case(sum_of_squares, lambda n: (torch.rand(n),), differentiable=NONE),
-    "adamw_step": Case(
-        adamw_step,
-        _state,
-        lambda n: {"step": torch.tensor(float(n)), **RATES},
-        differentiable=NONE,
-    ),
-    "adamw_step, all": Case(
-        adamw_step,
-        _state,
-        lambda n: {
-            "step": torch.tensor(float(n)),
-            **RATES,
-            "param": torch.rand(n).bfloat16(),
-            "grad_scale": torch.tensor(1.0 / n),
-            "skip": torch.tensor(0.0),
-        },
-        differentiable=NONE,
-    ),
-}
+    "adamw_step": Case(adamw_step, _state, lambda n: {"step": torch.tensor(float(n)), **RATES},
+                       differentiable=NONE),
+    "adamw_step, all": Case(adamw_step, _state, lambda n: {
+        "step": torch.tensor(float(n)), **RATES, "param": torch.rand(n).bfloat16(),
+        "grad_scale": torch.tensor(1.0 / n), "skip": torch.tensor(0.0),
+    }, differentiable=NONE),
+}  # fmt: skip
 
 SIZES = (3, 5, 9, 17, 33, 41)  # past every power of two, where blocks may become larger
 # Ops without gradients. The forward pass of the others is compiled with their backward.

@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from close import assert_close_f64, relative_error
+from close import assert_all_close, assert_close_f64, relative_error
+from every_rank import every_rank
 from plants import Plant, instead, planted
 from ranks import run_ranks
 from rules import rulecheck
@@ -163,7 +164,8 @@ def test_so_they_do_in_the_hybrid_with_ulysses(ulysses: int) -> None:
     on_mesh(mesh, lambda connected: _every_option(connected.context, problems))
 
 
-def _hidden(rank: int) -> None:
+@every_rank(4, run_ranks)
+def test_hops_outside_the_window_are_not_computed(rank: int) -> None:
     """Test that hops which a window hides from a rank are passed on, but not computed."""
     layout, tiles = SequenceLayout(24, 4, "contiguous"), []
 
@@ -175,33 +177,23 @@ def _hidden(rank: int) -> None:
     with mock.patch.object(ring, "block_fwd", counted):
         for window, causal, count in ((7, True, 2), (8, True, 3), (7, False, 3), (1, True, 1)):
             tiles.clear()
-            context_attention(
-                *inputs, layout=layout, group=dist.group.WORLD, strategy="ring",
-                causal=causal, window=window,
-            )  # fmt: skip
+            options = {"layout": layout, "group": dist.group.WORLD, "strategy": "ring"}
+            context_attention(*inputs, **options, causal=causal, window=window)
             inner = rank == 2  # it has enough ranks on either side
             assert not inner or len(tiles) == count, (window, causal, tiles)
 
 
-def test_hops_outside_the_window_are_not_computed() -> None:
-    run_ranks(4, _hidden)
-
-
-def _second_derivative(rank: int) -> None:
+@every_rank(2)
+def test_a_second_derivative_is_refused(rank: int) -> None:
     case = Case(SequenceLayout(8, 2))
     for strategy in STRATEGIES:
         inputs = [x.requires_grad_() for x in case.shard(rank)[0]]
-        o = context_attention(
-            *inputs, layout=case.layout, group=dist.group.WORLD, strategy=strategy
-        )
+        options = {"layout": case.layout, "group": dist.group.WORLD, "strategy": strategy}
+        o = context_attention(*inputs, **options)
         for dx in torch.autograd.grad(o.sum(), inputs, create_graph=True):
             for x in inputs:
                 with pytest.raises(RuntimeError, match="Attention does not support second deriv"):
                     torch.autograd.grad(dx.sum() + (x * x).sum(), x, retain_graph=True)
-
-
-def test_a_second_derivative_is_refused() -> None:
-    run_threads(2, _second_derivative)
 
 
 def _any_length(rank: int, world: int) -> None:
@@ -251,11 +243,11 @@ def test_without_a_group_it_is_plain_attention() -> None:
     case = Case(SequenceLayout(7, 1))
     q, k, v = case.draw()[0]
     o, lse = context_attention(q, k, v, layout=case.layout, group=None, return_lse=True)
-    for got, expected in zip((o, lse), whole_attention(q, k, v, True)):
-        assert_close_f64(got, expected)
+    assert_all_close((o, lse), whole_attention(q, k, v, True), 1e-11)
 
 
-def _low_precision(rank: int) -> None:
+@every_rank(2, run_ranks)
+def test_bf16_and_autocast_on_two_ranks(rank: int) -> None:
     """bf16 partial sums stay fp32 in transit, so the strategies differ by one final rounding."""
     case = Case(SequenceLayout(32, 2), dtype=torch.bfloat16)
     with mock.patch.object(
@@ -273,7 +265,8 @@ def _low_precision(rank: int) -> None:
     assert torch.equal(cast, context_attention(*(x.bfloat16() for x in inputs), **options))
 
 
-def _streamed(rank: int) -> None:
+@every_rank(2, run_ranks)
+def test_stream_is_gather_head_by_head(rank: int) -> None:
     """ "gather" runs in Hkv messages of one head each; the next one starts before a tile."""
     case = Case(SequenceLayout(12, 2), heads=8, kv_heads=4)
     events: list[int | str] = []
@@ -298,7 +291,8 @@ def _streamed(rank: int) -> None:
         assert relative_error(got, expected) <= 1e-14
 
 
-def _own_value_dim(rank: int) -> None:
+@every_rank(2)
+def test_values_may_have_a_head_dim_of_their_own(rank: int) -> None:
     """Like `attention`, this operator accepts values of another head dim, on several ranks."""
     layout, (q, k, v) = SequenceLayout(12, 2), torch.randn(3, 1, 12, 2, 6, dtype=torch.float64)
     v = v[..., :4]
@@ -312,7 +306,8 @@ def _own_value_dim(rank: int) -> None:
 _start = gather.start_all_gather
 
 
-def _any_strides(rank: int) -> None:
+@every_rank(2)
+def test_any_strides(rank: int) -> None:
     """Heads, rows and elements may have any strides, also in the output's gradient."""
     case = Case(SequenceLayout(12, 2), heads=4, kv_heads=2)
     truth = [case.layout.shard(x, rank, dim) for x, dim in zip(case.truth(), (1, 2, 1, 1, 1))]
@@ -324,24 +319,7 @@ def _any_strides(rank: int) -> None:
             x.requires_grad_()
         options = {"layout": case.layout, "group": dist.group.WORLD, "strategy": strategy}
         out = context_attention(*inputs, **options, return_lse=True)
-        for got, expected in zip((*out, *torch.autograd.grad(out, inputs, (do, dlse))), truth):
-            assert_close_f64(got, expected)
-
-
-def test_any_strides() -> None:
-    run_threads(2, _any_strides)
-
-
-def test_stream_is_gather_head_by_head() -> None:
-    run_ranks(2, _streamed)
-
-
-def test_values_may_have_a_head_dim_of_their_own() -> None:
-    run_threads(2, _own_value_dim)
-
-
-def test_bf16_and_autocast_on_two_ranks() -> None:
-    run_ranks(2, _low_precision)
+        assert_all_close((*out, *torch.autograd.grad(out, inputs, (do, dlse))), truth, 1e-11)
 
 
 # ------------------------------------------------------------------ 2. planted faults in "gather"
@@ -356,12 +334,10 @@ def _not_summed(dk: torch.Tensor, dv: torch.Tensor, layout: SequenceLayout, grou
     return layout.shard(dk, rank, 1), layout.shard(dv, rank, 1)
 
 
+_delta = context.attention_delta
 FAULTS: dict[str, tuple[tuple[Plant, ...], set[str]]] = {
     "no fault": ((), set()),
-    "K‖V stay in rank order": (
-        (instead(SequenceLayout, "unshard", _unsorted),),
-        set(NAMES),
-    ),
+    "K‖V stay in rank order": ((instead(SequenceLayout, "unshard", _unsorted),), set(NAMES)),
     "dK‖dV are not summed over ranks": (
         (instead(gather, "_reduce_scatter", _not_summed),),
         {"dk", "dv"},
@@ -371,10 +347,10 @@ FAULTS: dict[str, tuple[tuple[Plant, ...], set[str]]] = {
         {"dq", "dk"},
     ),
 }
-_delta = context.attention_delta
 
 
-def _gather_with_faults(rank: int) -> None:
+@every_rank(3, run_ranks)
+def test_planted_faults_show_exactly_where_they_should(rank: int) -> None:
     case = Case(SequenceLayout(24, 3))
     for fault, (plants, wrong) in FAULTS.items():
         with planted(*plants):
@@ -383,14 +359,11 @@ def _gather_with_faults(rank: int) -> None:
         assert all(error <= 1e-11 for n, error in errors.items() if n not in wrong), fault
 
 
-def test_planted_faults_show_exactly_where_they_should() -> None:
-    run_ranks(3, _gather_with_faults)
-
-
 # ------------------------------------------------------------------ 3. choice and errors
 
 
-def _refused(rank: int) -> None:
+@every_rank(2)
+def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int) -> None:
     layout, q, kv = SequenceLayout(16, 2), torch.zeros(2, 8, 4, 8), torch.zeros(2, 8, 2, 8)
     wrong = [
         ((q, kv, kv), {"layout": SequenceLayout(16, 4)}, "has 4 parts but the group has 2 ranks"),
@@ -400,61 +373,32 @@ def _refused(rank: int) -> None:
         ((q[..., :3, :], kv, kv), {}, "3 query heads are not divisible by 2 KV heads"),
         ((q[:, :7], kv[:, :7], kv[:, :7]), {}, r"8 tokens on each rank, but got q\[2, 7, 4, 8\]"),
         ((*[torch.zeros(2, 9, 4, 8)] * 3,), {}, r"8 tokens on each rank, but got q\[2, 9, 4, 8\]"),
-        (
-            (q, kv, kv),  # one of the 16 rows is padding
-            {"layout": SequenceLayout(15, 2), "documents": torch.tensor([0, 5, 16])},
-            r"documents must end at 15, the end .* got \[0, 5, 16\]",
-        ),
-        (
-            (q, kv.double(), kv),
-            {},
-            "the same floating dtype of .* got torch.float32, torch.float64, torch.float32",
-        ),
+        ((q, kv, kv),  # one of the 16 rows is padding
+         {"layout": SequenceLayout(15, 2), "documents": torch.tensor([0, 5, 16])},
+         r"documents must end at 15, the end .* got \[0, 5, 16\]"),
+        ((q, kv.double(), kv), {},
+         "the same floating dtype of .* got torch.float32, torch.float64, torch.float32"),
         ((q, kv.to("meta"), kv), {}, "one device, got cpu and meta"),
-        (
-            (q, kv, kv),
-            {"documents": torch.tensor([0, 9, 4])},
-            r"documents must be boundaries that ascend from 0, got \[0, 9, 4\]",
-        ),
-        (
-            (q, kv, kv),  # 16 tokens, 8 of them here
-            {"documents": torch.tensor([0, 5, 8])},
-            r"documents must end at 16, the end .* got \[0, 5, 8\]",
-        ),
-        (
-            (q, kv, kv),
-            {"documents": torch.zeros(3, 2, dtype=torch.int64)},
-            r"documents must have the shape .* \[2, n \+ 1\] or \[2, 2, n \+ 1\] for n documents, "
-            r"got \(3, 2\)",
-        ),
-        (
-            (q, kv[:, :7], kv[:, :7]),
-            {},
-            r"8 tokens on each rank, but got q\[2, 8, 4, 8\], k\[2, 7, 2, 8\]",
-        ),
-        (
-            (q, kv, kv),
-            {"documents": torch.arange(2).repeat_interleave(8)},
-            r"boundaries, not one document id for each of the 16 tokens, got \[16\]",
-        ),
+        ((q, kv, kv), {"documents": torch.tensor([0, 9, 4])},
+         r"documents must be boundaries that ascend from 0, got \[0, 9, 4\]"),
+        ((q, kv, kv), {"documents": torch.tensor([0, 5, 8])},  # 16 tokens, 8 of them here
+         r"documents must end at 16, the end .* got \[0, 5, 8\]"),
+        ((q, kv, kv), {"documents": torch.zeros(3, 2, dtype=torch.int64)},
+         r"documents must have the shape .* \[2, n \+ 1\] or \[2, 2, n \+ 1\] for n documents, "
+         r"got \(3, 2\)"),
+        ((q, kv[:, :7], kv[:, :7]), {},
+         r"8 tokens on each rank, but got q\[2, 8, 4, 8\], k\[2, 7, 2, 8\]"),
+        ((q, kv, kv), {"documents": torch.arange(2).repeat_interleave(8)},
+         r"boundaries, not one document id for each of the 16 tokens, got \[16\]"),
         ((q, kv, kv), {"window": 0}, "window must be at least 1 or None, got 0"),
         ((q, kv, kv), {"sinks": torch.zeros(3)}, r"sinks must have a float dtype and shape \(4,\)"),
-        (
-            (q[:, :, :1], kv[:, :, :1], kv[:, :, :1]),
-            {"strategy": "ulysses"},
-            "Ulysses over 2 ranks needs at least 2 query heads, got 1",
-        ),
-        (
-            (q, kv, kv),
-            {"strategy": "hybrid"},
-            r"'hybrid' needs a pair of process groups \(ring, Ulysses\), got one",
-        ),
-        (
-            (q, kv, kv),
-            {"strategy": "ring", "group": (dist.group.WORLD, None)},
-            "'ring' needs one process group, got a pair",
-        ),
-    ]
+        ((q[:, :, :1], kv[:, :, :1], kv[:, :, :1]), {"strategy": "ulysses"},
+         "Ulysses over 2 ranks needs at least 2 query heads, got 1"),
+        ((q, kv, kv), {"strategy": "hybrid"},
+         r"'hybrid' needs a pair of process groups \(ring, Ulysses\), got one"),
+        ((q, kv, kv), {"strategy": "ring", "group": (dist.group.WORLD, None)},
+         "'ring' needs one process group, got a pair"),
+    ]  # fmt: skip
     squared = {"group": (dist.group.WORLD, dist.group.WORLD), "strategy": "hybrid"}
     with pytest.raises(ValueError, match="of 4: the layout has 2 parts but the group has 4 ranks"):
         context_attention(q, kv, kv, layout=layout, **squared)
@@ -472,10 +416,6 @@ def _refused(rank: int) -> None:
             context_attention(q, kv, kv, layout=layout, group=dist.group.WORLD, strategy="rings")
         with pytest.raises(AssertionError, match="something was sent"):
             context_attention(q, kv, kv, layout=layout, group=dist.group.WORLD)
-
-
-def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
-    run_threads(2, _refused)
 
 
 # ------------------------------------------------------------------ 4. types
@@ -500,19 +440,14 @@ class _LocalRing(context._ContextAttention):
                 o = torch.cat([layout.shard(o, rank, 1) for rank in ranks], 1)
                 lse = torch.cat([layout.shard(lse, rank, 2) for rank in ranks], 2)
                 return LocalTensor({0: o}), LocalTensor({0: lse})
-            outputs, lanes = (
-                {},
-                len(inputs[0]) // layout.parts,
-            )  # a lane: one rank of the axes below
-            for lane in range(lanes):
+            outputs, lanes = {}, len(inputs[0]) // layout.parts
+            for lane in range(lanes):  # a lane: one rank of the axes below
                 members = range(lane, len(inputs[0]), lanes)
-                results = run_in_process(
-                    [
-                        ring.ring_forward(cp, *(x[rank] for x in inputs), **given)
-                        for cp, rank in enumerate(members)
-                    ]
-                )
-                outputs |= dict(zip(members, results))
+                steps = [
+                    ring.ring_forward(cp, *(x[rank] for x in inputs), **given)
+                    for cp, rank in enumerate(members)
+                ]
+                outputs |= dict(zip(members, run_in_process(steps)))
             ordered = sorted(outputs)
             return tuple(LocalTensor({r: outputs[r][i] for r in ordered}) for i in range(2))
 
@@ -535,14 +470,10 @@ def _mapped_kernel(q, k, v, options, **more):
     """Run the kernel with the q_runs of every rank."""
     inputs = [x._local_tensors for x in (q, k, v)]
     with maybe_disable_local_tensor_mode():
-        outputs = {
-            rank: block_fwd(
-                *(x[rank] for x in inputs),
-                options._replace(q_runs=options.q_runs[rank]),
-                **more,
-            )
-            for rank in sorted(inputs[0])
-        }
+        outputs = {}
+        for rank in sorted(inputs[0]):
+            own = options._replace(q_runs=options.q_runs[rank])
+            outputs[rank] = block_fwd(*(x[rank] for x in inputs), own, **more)
     return tuple(LocalTensor({rank: out[i] for rank, out in outputs.items()}) for i in range(2))
 
 
@@ -551,22 +482,17 @@ def _qkv(batch: int = 3, seq: int = 8, heads: int = 4, kv_heads: int = 2) -> Ten
     return tuple(torch.randn(shape, dtype=torch.float64) for shape in shapes)
 
 
+def _arguments(strategy, layout, options: AttentionOptions | None = None) -> tuple:
+    return (*_qkv(), None, strategy, layout, "cp", None, options or AttentionOptions(), True)
+
+
 SHARDED = {name: {"cp": S(1)} for name in "qkv"}
 
 
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 def test_the_ring_has_the_type_it_states(kind: str) -> None:
     def args(parts: int) -> tuple:
-        return (
-            *_qkv(),
-            None,
-            ring.RING,
-            SequenceLayout(8, parts, kind),
-            "cp",
-            None,
-            AttentionOptions(),
-            True,
-        )
+        return _arguments(ring.RING, SequenceLayout(8, parts, kind))
 
     assert rulecheck(_LocalRing, args(2)).checked == [SHARDED]
     rulecheck(_LocalRing, args(4), SHARDED, mesh={"cp": 4})
@@ -577,7 +503,7 @@ def test_the_ring_has_the_type_it_states(kind: str) -> None:
 
 
 def test_gather_has_the_type_it_states() -> None:
-    args = (*_qkv(), None, gather.GATHER, _LocalLayout(8), "cp", None, AttentionOptions(), True)
+    args = _arguments(gather.GATHER, _LocalLayout(8))
 
     def call(shards: Shards, options: AttentionOptions) -> list:
         return [(slice(None), options._replace(q_runs=shards.layout.runs(shards.rank)))]
@@ -595,16 +521,7 @@ def test_a_wrong_rule_is_found() -> None:
         def forward(ctx, q, k, v, sinks, strategy, layout, group, ulysses_group, options, overlap):
             return whole_attention(q, k, v, options.causal)
 
-    args = (
-        *_qkv(),
-        None,
-        ring.RING,
-        SequenceLayout(8, 2),
-        "cp",
-        None,
-        AttentionOptions(causal=False),
-        True,
-    )
+    args = _arguments(ring.RING, SequenceLayout(8, 2), AttentionOptions(causal=False))
     with pytest.raises(RuleCheckError, match="differs from the reference"):
         rulecheck(_KeepsRows, args)
 
@@ -618,6 +535,7 @@ def test_types_on_a_mesh_of_1024_ranks(strategy: str) -> None:
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         placed = {"dp": S(0), "cp": S(1), "tp": S(2)}
         options = {"group": mesh.get_group("cp"), "strategy": strategy, "return_lse": True}
+        options["layout"] = SequenceLayout(16, 8)
         with set_current_mesh(mesh):
             q, k, v = (x.requires_grad_() for x in _qkv(1, 2, 8, 1))
             for x in (q, k, v):
@@ -627,27 +545,20 @@ def test_types_on_a_mesh_of_1024_ranks(strategy: str) -> None:
             alike = [bounds, *(x.clone() for x in each)]
             for x in (*each, *alike):
                 assert_type(x, {"dp": R if any(x is y for y in alike) else S(0), "cp": R, "tp": R})
+            same = k.detach().clone()
+            assert_type(same, placed | {"cp": R})
             with (
                 typecheck(local=False),
                 mock.patch.object(context, "check_boundaries"),  # it reads values of a shard
             ):
                 for documents in (None, bounds, *each):
-                    o, lse = context_attention(
-                        q, k, v, layout=SequenceLayout(16, 8), documents=documents, **options
-                    )
+                    o, lse = context_attention(q, k, v, documents=documents, **options)
                     assert_type(o, placed)
                     assert_type(lse, {"dp": S(0), "tp": S(1), "cp": S(2)})
                 for documents in alike[1:]:
                     with pytest.raises(SpmdTypeError, match="mesh_dp"):
-                        context_attention(
-                            q, k, v, layout=SequenceLayout(16, 8), documents=documents, **options
-                        )
-            same = k.detach().clone()
-            assert_type(same, placed | {"cp": R})
-            with (
-                typecheck(local=False),
-                pytest.raises(SpmdTypeError, match="mismatch on axis mesh_cp"),
-            ):
-                context_attention(q, same, v, layout=SequenceLayout(16, 8), **options)
+                        context_attention(q, k, v, documents=documents, **options)
+                with pytest.raises(SpmdTypeError, match="mismatch on axis mesh_cp"):
+                    context_attention(q, same, v, **options)
     finally:
         dist.destroy_process_group()

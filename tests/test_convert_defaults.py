@@ -77,8 +77,8 @@ OPEN: dict[str, tuple[dict, dict]] = {
     ),
     "llama": (
         SIZES,
-        ROTARY
-        | {"attention_bias": (True, False), "mlp_bias": (True, False), "head_dim": (10, None)},
+        ROTARY | {"attention_bias": (True, False), "mlp_bias": (True, False),
+                  "head_dim": (10, None)},
     ),
     "mistral": (EIGHT, ROTARY | {"sliding_window": (5, None), "head_dim": (10, None)}),
     "qwen2": (MANY, ROTARY | WINDOWS),
@@ -87,16 +87,12 @@ OPEN: dict[str, tuple[dict, dict]] = {
     "gemma2": (SIZES, GEMMA),
     "gemma3_text": (
         SIZES,
-        GEMMA
-        | {
+        GEMMA | {
             "rope_local_base_freq": (40.0,), "sliding_window_pattern": (2,),
             # transformers 5.23 looks for YaRN's `truncate` next to the kinds of layers, not in them
             "rope_scaling": (None, LINEAR, OTHER_YARN, RAW_YARN | {"truncate": True}),
-            "rope_parameters": (
-                None,
-                {FULL: LLAMA3, SLIDING: {"rope_theta": 30.0}},
-                {FULL: {"rope_theta": 20.0}, SLIDING: None},
-            ),
+            "rope_parameters": (None, {FULL: LLAMA3, SLIDING: {"rope_theta": 30.0}},
+                                {FULL: {"rope_theta": 20.0}, SLIDING: None}),
         },
     ),
     "olmo2": (SIZES, ROTARY | {"attention_bias": (False, True)}),
@@ -104,23 +100,14 @@ OPEN: dict[str, tuple[dict, dict]] = {
 # Configs that were once written as a model that transformers rejects, or not written at all.
 ODD = {
     "mistral": (
-        EIGHT
-        | {
-            "num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 8,
-            "sliding_window": None,
-        },
+        EIGHT | {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 8,
+                 "sliding_window": None},
     ),
     "gemma3_text": (
-        SIZES
-        | {
-            "layer_types": [FULL] * 3,
-            "rope_parameters": {FULL: LLAMA3 | {"rope_theta": 90.0}, SLIDING: {"rope_theta": 30.0}},
-        },
-        SIZES
-        | {
-            "layer_types": [SLIDING, FULL, SLIDING],
-            "rope_parameters": dict.fromkeys((FULL, SLIDING), YARN | {"rope_theta": 90.0}),
-        },
+        SIZES | {"layer_types": [FULL] * 3, "rope_parameters": {
+            FULL: LLAMA3 | {"rope_theta": 90.0}, SLIDING: {"rope_theta": 30.0}}},
+        SIZES | {"layer_types": [SLIDING, FULL, SLIDING],
+                 "rope_parameters": dict.fromkeys((FULL, SLIDING), YARN | {"rope_theta": 90.0})},
     ),
 }  # fmt: skip
 EACH = pytest.mark.parametrize("kind", OPEN)

@@ -51,9 +51,8 @@ def test_attention_counts_the_band_of_a_window_and_every_document_alone() -> Non
     position = torch.arange(23)
     for window, lengths in ((5, None), (None, (9, 0, 14)), (5, (9, 3, 11)), (99, None)):
         documents = None if lengths is None else torch.tensor((0, *lengths)).cumsum(0)
-        seen = reference.visible(
-            position, position, causal=False, window=window, documents=documents
-        )
+        options = {"causal": False, "window": window, "documents": documents}
+        seen = reference.visible(position, position, **options)
         w = [min(window or n, n) for n in lengths or (23,)]
         full = cost.attention(2, 23, 23, 3, 7, causal=False, window=window, documents=lengths)
         causal = cost.attention(2, 23, 23, 3, 7, window=window, documents=lengths)
@@ -260,12 +259,8 @@ def test_a_fused_gemm_moves_its_tensors() -> None:
 
 
 def test_a_qkv_projection_moves_its_tensors() -> None:
-    x, w, z, table = (
-        torch.randn(2, 3, 8),
-        torch.randn(20, 8),
-        torch.randn(2, 3, 20),
-        torch.ones(3, 2),
-    )
+    x, w, z = torch.randn(2, 3, 8), torch.randn(20, 8), torch.randn(2, 3, 20)
+    table = torch.ones(3, 2)
     shape = {"B": 2, "S": 3, "E": 8, "heads": 3, "kv_heads": 1, "D": 4, "size": 4}
     assert cost.qkv_rope(**shape).flops == 2 * 6 * 20 * 8 + 3 * 6 * 16
     assert cost.qkv_rope(**shape).bytes == _bytes(x, w, z, table, table)

@@ -14,10 +14,7 @@ from arena import AT, ELASTIC, FOUR, GRID, SERVED, STEPS, Arena, named, on
 from fault_acts import Fault, planted_at
 from jobs import TrainingJob
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
-]
+pytestmark = [pytest.mark.faults, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 
 def _fails(arena: Arena, fault: Fault, within: float) -> None:

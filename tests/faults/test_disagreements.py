@@ -8,10 +8,7 @@ import pytest
 from arena import AT, FOUR, named, on
 from fault_acts import Fault
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
-]
+pytestmark = [pytest.mark.faults, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 
 @on(FOUR[0])

@@ -13,10 +13,7 @@ from arena import STEPS
 from warpweave.checkpoint import CheckpointError, open_checkpoint
 from warpweave.train.options import CHECKPOINTS
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
-]
+pytestmark = [pytest.mark.faults, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 
 def test_flipped_bits(arena):

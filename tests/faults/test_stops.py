@@ -12,10 +12,7 @@ import pytest
 from arena import Arena
 from jobs import TrainingJob
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
-]
+pytestmark = [pytest.mark.faults, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 _ENDLESS = 100_000
 
 

@@ -64,13 +64,9 @@ class Arena:
     _jobs: list[TrainingJob] = field(default_factory=list)
 
     def start(
-        self,
-        *options: str,
-        fault: Fault | None = None,
-        torchrun: int = 0,
-        max_restarts: int = 0,
+        self, *options: str, fault: Fault | None = None, torchrun: int = 0, max_restarts: int = 0,
         steps: int = STEPS,
-    ) -> TrainingJob:
+    ) -> TrainingJob:  # fmt: skip
         """Start a job on the layout that saves each step, with a fault in one of its ranks.
 
         If `torchrun` is not 0, torchrun starts that many ranks and restarts them.

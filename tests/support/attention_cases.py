@@ -50,11 +50,8 @@ def rounding_bounds(qkv, do, *, softcap=None, sinks=None, **mask) -> list[Tensor
     """
     q, k, v, do = (x.detach().double().transpose(1, 2) for x in (*qkv, do))
     (*_, S, D), group, scale = q.shape, q.shape[1] // k.shape[1], q.shape[3] ** -0.5
-    u, w, least = (
-        torch.finfo(qkv[0].dtype).eps / 2,
-        torch.finfo(torch.float32).eps / 2,
-        torch.finfo(torch.float32).tiny,
-    )
+    u, single = torch.finfo(qkv[0].dtype).eps / 2, torch.finfo(torch.float32)
+    w, least = single.eps / 2, single.tiny
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     s, off = scale * q @ k.mT, scale * q.abs() @ k.abs().mT
     capped = s if softcap is None else softcap * (s / softcap).tanh()
@@ -98,6 +95,19 @@ def assert_within(actual: Tensor, truth: Tensor, bound: Tensor) -> None:
     """Assert |actual - truth| <= bound, element by element."""
     excess = ((actual.double() - truth).abs() / bound).max().item()
     assert excess <= 1, f"{excess:.2f} times the rounding bound"
+
+
+def check_roundings(impl, low, do, *, sinks=None, **options) -> tuple[tuple, tuple, list[Tensor]]:
+    """Assert that results err no more than their roundings; return them, the truth and bounds."""
+    exact = [x.detach().double().requires_grad_() for x in low]
+    wide = None if sinks is None else sinks.detach().double().requires_grad_()
+    truth = with_grads(reference.attention, exact, do.double(), sinks=wide, **options)
+    got = with_grads(attention, low, do, sinks=sinks, **options, return_lse=True, impl=impl)
+    bounds = rounding_bounds(low, do, sinks=sinks, **options)
+    for i, (g, t, bound) in enumerate(zip(got, truth, bounds, strict=True)):
+        assert g.dtype == (torch.float32 if i == 1 else low[0].dtype)
+        assert_within(g, t, bound)
+    return got, truth, bounds
 
 
 def check(impl, sizes, with_dlse=True, **options) -> tuple[Tensor, ...]:

@@ -99,31 +99,10 @@ def faulty_rank(fault: Fault, config: TrainConfig, port: int | None = None) -> i
 # ---------------------------------------------------------------- acts
 
 
-def _kill(_: Trainer) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _leave(_: Trainer) -> None:
-    os._exit(0)
-
-
-def _stop(_: Trainer) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _sleep(_: Trainer) -> None:
-    time.sleep(3600)
-
-
 def _spin(_: Trainer) -> None:
     end = time.monotonic() + 3600
     while time.monotonic() < end:
         pass
-
-
-def _hold_the_lock(_: Trainer) -> None:
-    """Hold Python's global lock, as a C extension may."""
-    ctypes.PyDLL(None).sleep(3600)
 
 
 def _raise(_: Trainer) -> None:
@@ -160,9 +139,12 @@ def _extra(trainer: Trainer) -> None:
 
 
 ACTS: dict[str, Callable[[Trainer], None]] = {
-    "kill": _kill, "leave": _leave, "stop": _stop, "sleep": _sleep, "spin": _spin,
-    "hold the lock": _hold_the_lock, "raise": _raise, "lag": _lag, "nan": _nan, "flip": _flip,
-    "extra": _extra,
+    "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "leave": lambda _: os._exit(0),
+    "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "sleep": lambda _: time.sleep(3600),
+    "hold the lock": lambda _: ctypes.PyDLL(None).sleep(3600),  # Python's, as a C extension may
+    "spin": _spin, "raise": _raise, "lag": _lag, "nan": _nan, "flip": _flip, "extra": _extra,
 }  # fmt: skip
 
 

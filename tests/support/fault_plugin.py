@@ -60,7 +60,7 @@ def pytest_terminal_summary(
         for report in terminalreporter.stats.get(verdict, ()):
             test, _, layout = report.nodeid.rpartition("::")[2].partition("[")
             happened = "; ".join(
-                text for name, text in report.user_properties if name == "happened"
+                text for what, text in report.user_properties if what == "happened"
             )
             name = test.removeprefix("test_").replace("_", " ")
             terminalreporter.line(

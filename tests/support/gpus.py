@@ -11,14 +11,9 @@ DRIVER = 12080  # CUDA 12.8
 
 
 def pretend_gpus(
-    monkeypatch,
-    count: int,
-    *,
-    name: str = "H",
-    nccl: bool = True,
-    driver: int = DRIVER,
+    monkeypatch, count: int, *, name: str = "H", nccl: bool = True, driver: int = DRIVER,
     problem: str | None = None,
-) -> list[torch.device]:
+) -> list[torch.device]:  # fmt: skip
     """Make torch report `count` GPUs for one test, each with its index as uuid. Return a list that
     fills with the chosen devices. With a `problem` the GPUs are visible but cannot be used."""
     chosen: list[torch.device] = []
@@ -32,11 +27,9 @@ def pretend_gpus(
         return SimpleNamespace(name=name, uuid=device.index)
 
     for which, answer in (
-        ("device_count", lambda: count),
-        ("set_device", chosen.append),
-        ("mem_get_info", memory),
+        ("device_count", lambda: count), ("set_device", chosen.append), ("mem_get_info", memory),
         ("get_device_properties", properties),
-    ):
+    ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, which, answer)
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)

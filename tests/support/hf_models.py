@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
+from plants import Plant, planted
 from torch import nn
 
 V = 61  # odd: the last rank has one row fewer
@@ -122,7 +124,6 @@ def counted(run: Callable[[], Any]) -> tuple[Any, Counter]:
     spied = [(chunked, name) for name in products]
     spied += [(messages, "start_batch"), (messages, "start_all_to_all")]
     spied += [(gather, "start_all_gather")]
-    theirs = [getattr(where, name) for where, name in spied]
 
     def spy(name, function):
         def called(*args, **options):
@@ -131,13 +132,8 @@ def counted(run: Callable[[], Any]) -> tuple[Any, Counter]:
 
         return called
 
-    for (where, name), function in zip(spied, theirs):
-        setattr(where, name, spy(name, function))
-    try:
+    with planted(*(Plant(where, name, partial(spy, name)) for where, name in spied)):
         return run(), calls
-    finally:
-        for (where, name), function in zip(spied, theirs):
-            setattr(where, name, function)
 
 
 class Lora(nn.Module):

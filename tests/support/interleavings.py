@@ -157,9 +157,8 @@ def races(programs: Sequence[Program]) -> list[str]:
 
     def conflict(what: str, number: int, other: int) -> None:
         mine, theirs = programs[number], programs[other]
-        found.append(
-            f"{what}: launch {mine.launch} of {mine.stream} and {theirs.launch} of {theirs.stream}"
-        )
+        second = f"{theirs.launch} of {theirs.stream}"
+        found.append(f"{what}: launch {mine.launch} of {mine.stream} and {second}")
 
     for number, program in enumerate(programs):
         stream, rank = program.stream, program.stream[0]

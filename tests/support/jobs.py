@@ -89,15 +89,10 @@ class TrainingJob:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        options: Sequence[str] | None,
-        *,
-        command: Sequence[str],
-        environment: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
+        self, folder: Path, options: Sequence[str] | None, *, command: Sequence[str],
+        environment: Mapping[str, str] | None = None, cwd: Path | None = None,
         seconds: float = 600.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         text = folder / "text"
         if not text.exists():
@@ -110,17 +105,10 @@ class TrainingJob:
             return
         self._temporary.mkdir(exist_ok=True)
         line = [*command, *TINY.split(), "--data", str(text), "--out", str(self.out), *options]
+        own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary), **(environment or {})}
+        how = {"start_new_session": True, "preexec_fn": _as_in_a_terminal, "env": os.environ | own}
         with self._stdout.open("w") as out, self._stderr.open("w") as err:
-            self.process = subprocess.Popen(
-                line,
-                cwd=cwd,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-                preexec_fn=_as_in_a_terminal,
-                env=os.environ
-                | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary), **(environment or {})},
-            )
+            self.process = subprocess.Popen(line, cwd=cwd, stdout=out, stderr=err, **how)
 
     def members(self) -> list[int]:
         """Return every living process of the job, in any session."""

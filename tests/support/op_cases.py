@@ -39,37 +39,25 @@ _MORE = (
             x, w, residual=r, x_bias=b, dropout=0.25, keep=_kept()
         ),
     ),
-    Case(
-        "rope of a pair", [(2, T, 3, D), (2, T, 1, D)],
-        lambda q, k, impl: apply_rope_qk(q, k, *TABLE, impl=impl),
-        lambda q, k: tuple(reference.apply_rope(t, *TABLE) for t in (q, k)),
-    ),
-    Case(
-        "gelu_mlp", [(T, E), (F, E), (E, F), (F,), (E,)],
-        gelu_mlp, partial(reference.mlp, activation="gelu"),
-    ),
-    Case(
-        "swiglu_mlp", [(T, E), (F, 2, E), (E, F), (T, E)],
-        lambda x, up, down, r, impl: swiglu_mlp(x, up, down, residual=r, drop=DROP, impl=impl),
-        lambda *of: reference.mlp(*of[:3], activation="swiglu", residual=of[3], drop=DROP),
-    ),
-    Case(
-        "mlp, up recomputed", [(T, E), (F, 2, E), (E, F), (F, 2), (E,)],
-        partial(mlp, activation="geglu", recompute="up"),
-        partial(reference.mlp, activation="geglu"),
-    ),
+    Case("rope of a pair", [(2, T, 3, D), (2, T, 1, D)],
+         lambda q, k, impl: apply_rope_qk(q, k, *TABLE, impl=impl),
+         lambda q, k: tuple(reference.apply_rope(t, *TABLE) for t in (q, k))),
+    Case("gelu_mlp", [(T, E), (F, E), (E, F), (F,), (E,)],
+         gelu_mlp, partial(reference.mlp, activation="gelu")),
+    Case("swiglu_mlp", [(T, E), (F, 2, E), (E, F), (T, E)],
+         lambda x, up, down, r, impl: swiglu_mlp(x, up, down, residual=r, drop=DROP, impl=impl),
+         lambda *of: reference.mlp(*of[:3], activation="swiglu", residual=of[3], drop=DROP)),
+    Case("mlp, up recomputed", [(T, E), (F, 2, E), (E, F), (F, 2), (E,)],
+         partial(mlp, activation="geglu", recompute="up"),
+         partial(reference.mlp, activation="geglu")),
     Case("gemm", [(T, E), (E, F), (F,)], gemm, reference.fused_gemm),
-    Case(
-        "fused_gemm", [(T, E), (E, F)],
-        lambda a, b, impl: fused_gemm(a, b, activation="gelu", impl=impl)[0],
-        partial(reference.fused_gemm, activation="gelu"), differentiable=False,
-    ),
+    Case("fused_gemm", [(T, E), (E, F)],
+         lambda a, b, impl: fused_gemm(a, b, activation="gelu", impl=impl)[0],
+         partial(reference.fused_gemm, activation="gelu"), differentiable=False),
     *[
-        Case(
-            f"linear cross entropy {name}", [(T, E), (V, E)],
-            partial(linear_cross_entropy, labels=LABELS, recompute=recompute, reduction="sum"),
-            lambda x, w: reference.linear_cross_entropy(x, w, LABELS).sum(),
-        )
+        Case(f"linear cross entropy {name}", [(T, E), (V, E)],
+             partial(linear_cross_entropy, labels=LABELS, recompute=recompute, reduction="sum"),
+             lambda x, w: reference.linear_cross_entropy(x, w, LABELS).sum())
         for name, recompute in (("recomputed", True), ("in forward", False))
     ],
 )  # fmt: skip

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -100,15 +101,10 @@ def train(
     try:
         connected = mesh.connect()
         with FakeTensorMode(allow_non_fake_inputs=False):
-            engine = Engine(
-                GPTConfig(**SIZES, **STYLES[style]),
-                connected,
-                ParallelPlan(microbatches=MICROBATCHES, zero=zero),
-                micro_batch_size=BATCH,
-                dtype=dtype,
-                device=torch.device(DEVICE, 0),
-                impl=impl,
-            )
+            config = GPTConfig(**SIZES, **STYLES[style])
+            plan = ParallelPlan(microbatches=MICROBATCHES, zero=zero)
+            how = {"dtype": dtype, "device": torch.device(DEVICE, 0), "impl": impl}
+            engine = Engine(config, connected, plan, micro_batch_size=BATCH, **how)
             likes = {(s, i): engine.message for s in range(mesh.pp) for i in range(MICROBATCHES)}
             engine.passes.transport._agree = lambda lists, stages: likes
             ids = torch.zeros(MICROBATCHES, BATCH, dtype=torch.int64, device=engine.device)
@@ -135,14 +131,12 @@ def planted(fault: str) -> Iterator[None]:
         there = torch.zeros_like(sample_ids, device="cpu")
         return batches(self, tokens, labels, there, valid, *more)
 
-    if fault == "read back":
-        Engine._count_valid = read_back
-    else:
-        Engine._micro_batches = on_the_host
-    try:
+    places = {
+        "read back": ("_count_valid", read_back),
+        "on the host": ("_micro_batches", on_the_host),
+    }
+    with mock.patch.object(Engine, *places[fault]):
         yield
-    finally:
-        Engine._count_valid, Engine._micro_batches = count, batches
 
 
 def failures(meshes: Iterable[tuple[dict[str, int], slice]]) -> dict[str, str | None]:

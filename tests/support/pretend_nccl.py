@@ -53,13 +53,9 @@ _here = threading.local()  # .device: that of this rank
 
 
 def run_nccl(
-    ranks: int,
-    fn: Callable[..., Any],
-    *args: Any,
-    drains: Drains = "first",
-    seed: int = 0,
+    ranks: int, fn: Callable[..., Any], *args: Any, drains: Drains = "first", seed: int = 0,
     lazily: bool = False,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """Run ``fn(rank, *args)`` on every rank with groups like NCCL's. Return
     the results in rank order."""
 
@@ -70,11 +66,9 @@ def run_nccl(
             _here.device.drain("the end")
             return result
 
-    options = mock.patch.object(
-        dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), create=True
-    )
-    waits = mock.patch.object(torch.cuda, "synchronize", _synchronize)
-    with options, waits:
+    nccl = SimpleNamespace(Options=_Options)
+    options = mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True)
+    with options, mock.patch.object(torch.cuda, "synchronize", _synchronize):
         return run_threads(ranks, run, kind=LazyGroup if lazily else NcclGroup)
 
 
@@ -360,8 +354,7 @@ class _Device(TorchDispatchMode):
     def __init__(self, rank: int, drains: Drains, chance: random.Random) -> None:
         super().__init__()
         self.rank, self.drains, self.chance = rank, drains, chance
-        # groups on which it has begun an operation, in order
-        self.groups: dict[NcclGroup, None] = {}
+        self.groups: dict[NcclGroup, None] = {}  # on which it has begun an operation, in order
         self.seen: Counter[str] = Counter()
         self.loaded: set[str] = set()  # operators whose first run was during a message
         self.held: dict[int, torch.UntypedStorage] = {}  # of messages

@@ -17,17 +17,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from warpweave.parallel.schedule.actions import (
-    AFTER,
-    MATCHING,
-    RECEIVES,
-    SENDS,
-    Action,
-    Link,
-    Schedule,
-    link,
-    placement,
-)
+from warpweave.parallel.schedule import actions
+from warpweave.parallel.schedule.actions import RECEIVES, SENDS, Action, Link, Schedule, placement
 from warpweave.parallel.schedule.ordering import posted_at_need
 
 
@@ -62,11 +53,12 @@ def _kernels(lists: Schedule, tensor_ranks: int) -> list[_Kernel]:
 
         for index, action in enumerate(lists[device[0]]):
             for receive in posts.get((device[0], index), ()):
-                posted[receive] = launch(link(receive, rank_of), receive)
+                posted[receive] = launch(actions.link(receive, rank_of), receive)
             if action.op in RECEIVES:
                 behind[None] += (posted[action],)
             else:
-                launch(link(action, rank_of) if action.op in SENDS else None, action)
+                on = actions.link(action, rank_of) if action.op in SENDS else None
+                launch(on, action)
     return kernels
 
 
@@ -79,7 +71,8 @@ def stuck(lists: Schedule, tensor_ranks: int, device: Device) -> str:
     others: list[tuple[int, ...]] = [()] * len(kernels)  # kernels for which it waits while it runs
     for n, ((rank, t), action, _) in enumerate(kernels):
         if action.op in SENDS:
-            end = Action(MATCHING[action.op], action.stage + AFTER[action.op], action.mb)
+            stage = action.stage + actions.AFTER[action.op]
+            end = Action(actions.MATCHING[action.op], stage, action.mb)
             other = at[(rank_of[end.stage], t), end]
             others[n], others[other] = (other,), (n,)
         elif not message[n]:
@@ -99,11 +92,9 @@ def stuck(lists: Schedule, tensor_ranks: int, device: Device) -> str:
         while True:
             reached = {n for n, k in enumerate(kernels) if ended.issuperset(k.after)}
             more = {
-                n
-                for n in started - ended
-                if (not message[n] and not device.fused)
+                n for n in started - ended if (not message[n] and not device.fused)
                 or all(o in (started if message[n] else reached) for o in others[n])
-            }
+            }  # fmt: skip
             if not more:
                 return ended
             ended |= more

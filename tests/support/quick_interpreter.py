@@ -173,14 +173,9 @@ def _operands() -> Places:
         return constant(like, value)
 
     def operands(
-        self,
-        lhs,
-        rhs,
-        allow_lhs_ptr=False,
-        allow_rhs_ptr=False,
-        arithmetic_check=True,
+        self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True,
         div_or_mod=False,
-    ):
+    ):  # fmt: skip
         if type(lhs) is tensor:
             if type(rhs) is tensor:
                 name = lhs.dtype.name

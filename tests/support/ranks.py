@@ -27,16 +27,10 @@ from warpweave.launch.processes import Processes
 # import. None of them is a test file: before Python 3.13 a forkserver lacks the path of the process
 # that starts it, and skips modules that it does not find.
 _PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch.distributed.device_mesh",
-    "torch.testing._comparison",
-    "pytest",
-    "torch._dynamo.backends.debugging",
-    "triton.experimental.gluon.language",
-    "warpweave.prove",
-    "warpweave.train.command",
-]
+    "torch", "torch.distributed", "torch.distributed.device_mesh", "torch.testing._comparison",
+    "pytest", "torch._dynamo.backends.debugging", "triton.experimental.gluon.language",
+    "warpweave.prove", "warpweave.train.command",
+]  # fmt: skip
 # Preloaded only if this process has imported transformers: it costs two more seconds.
 _TRANSFORMERS = ["transformers.models.llama.modeling_llama", "transformers.trainer"]
 
@@ -75,14 +69,9 @@ def _printing(folder: str, target: Callable[..., Any], args: tuple) -> None:
 
 
 def _child(
-    rank: int,
-    world: int,
-    store: str,
-    timeout: float,
-    fn: Callable[..., Any],
-    args: tuple,
+    rank: int, world: int, store: str, timeout: float, fn: Callable[..., Any], args: tuple,
     pipe: Any,
-) -> None:
+) -> None:  # fmt: skip
     import datetime
 
     import quick_interpreter
@@ -98,13 +87,9 @@ def _child(
     torch.manual_seed(0)
     try:
         try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{store}",
-                rank=rank,
-                world_size=world,
-                timeout=datetime.timedelta(seconds=timeout),
-            )
+            how = {"rank": rank, "world_size": world}
+            how["timeout"] = datetime.timedelta(seconds=timeout)
+            dist.init_process_group("gloo", init_method=f"file://{store}", **how)
         except RuntimeError as error:
             raise NotMetError(error) from error
         result = fn(rank, *args)

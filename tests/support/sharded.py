@@ -235,14 +235,10 @@ def same_birth(one: nn.Module, mine: nn.Module, mesh: ConnectedMesh) -> None:
 
 
 def check_layer(
-    make: Callable[[ConnectedMesh | None], nn.Module],
-    x: Tensor,
-    mesh: ConnectedMesh,
-    *,
-    cut_in: int | None = None,
-    cut_out: int | None = None,
+    make: Callable[[ConnectedMesh | None], nn.Module], x: Tensor, mesh: ConnectedMesh, *,
+    cut_in: int | None = None, cut_out: int | None = None,
     run: Callable[[nn.Module, Tensor], Tensor] = lambda module, x: module(x),
-) -> None:
+) -> None:  # fmt: skip
     """Assert that make(mesh) on this rank's share of `x` is its share of make(None) on `x`.
 
     Initialization under one manual_seed is compared bitwise. The output and all gradients are

@@ -127,13 +127,9 @@ class Group:
         return self.shared.sums
 
     def begin(
-        self,
-        begun: tuple[Any, ...],
-        given: list[torch.Tensor],
-        out: list[torch.Tensor],
-        make: Callable[[list[Any]], Any],
-        take: Callable[[Any], object],
-    ) -> Callable[[], object]:
+        self, begun: tuple[Any, ...], given: list[torch.Tensor], out: list[torch.Tensor],
+        make: Callable[[list[Any]], Any], take: Callable[[Any], object],
+    ) -> Callable[[], object]:  # fmt: skip
         """Take part in a collective of all ranks with these inputs and outputs.
 
         Returns a function that waits for ``take(make(every rank's inputs))``. The result of `make`
@@ -358,12 +354,9 @@ def _reduce_scatter_into(out, x, group=None, async_op=False):
 
 
 def _broadcast(x, src=None, group=None, async_op=False, group_src=None):
-    group = _of(group)
-    source = _peer(group, src, group_src)
-    take = x.detach().copy_
-    return _collective(
-        f"broadcast of {source}", x, [x], lambda given: given[source], take, group, async_op
-    )
+    source, take = _peer(_of(group), src, group_src), x.detach().copy_
+    what = f"broadcast of {source}"
+    return _collective(what, x, [x], lambda given: given[source], take, group, async_op)
 
 
 def _barrier(group=None, async_op=False):
@@ -379,9 +372,8 @@ def _all_to_all(recv, send, recv_sizes, send_sizes, group=None, async_op=False):
         recv.detach().copy_(torch.cat(parts))
 
     observe(group, "all_to_all", send, sizes=(send_sizes, recv_sizes))
-    work = _Work(
-        group.begin(("all_to_all", send.dtype), [*send.split(send_sizes)], [recv], list, take)
-    )
+    begun, given = ("all_to_all", send.dtype), [*send.split(send_sizes)]
+    work = _Work(group.begin(begun, given, [recv], list, take))
     return work if async_op else work.wait()
 
 

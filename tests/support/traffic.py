@@ -33,6 +33,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from unittest.mock import patch
 
 if __name__ == "__main__":  # read when a kernel is decorated, so set before any import of one
@@ -217,10 +218,7 @@ class _Meter(TorchDispatchMode):
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         while len(addresses):
             memory = next((m for m in self.memories if m.start <= addresses[0] < m.stop), None)
-            if memory is None:
-                raise AssertionError(
-                    f"{self.launch.kernel}: an access outside all of its arguments"
-                )
+            assert memory, f"{self.launch.kernel}: an access outside all of its arguments"
             inside = np.searchsorted(addresses, memory.stop)
             if inside < len(addresses) and "flags" not in memory.name:  # of all ranks at once
                 raise AssertionError(f"{self.launch.kernel}: an access leaves {memory.name}")
@@ -278,16 +276,8 @@ def traffic(symmetric: Sequence[SymmetricMemory] = ()) -> Iterator[Traffic]:
             meter.launch = None
 
     patched = dict(zip(names, (masked_load, masked_store, atomic_rmw, atomic_cas)), create_dot=dot)
-    try:
-        for name, function in patched.items():
-            setattr(builder, name, function)
-        executor.__call__ = launch
-        with meter:
-            yield meter.found
-    finally:
-        executor.__call__ = call
-        for name, function in plain.items():
-            setattr(builder, name, function)
+    with patch.multiple(builder, **patched), patch.object(executor, "__call__", launch), meter:
+        yield meter.found
 
 
 # ---------------------------------------------------------------- bounds of ops
@@ -428,43 +418,25 @@ def _norms() -> list[Measure]:
         return lambda t: cost.norm(rows, E, **sizes).bytes
 
     return [
-        Measure(
-            "rms_norm fwd",
-            lambda: norm.norm_fwd(few, w, layer=False, **triton),
-            least(512),
-            resident=weight,
-        ),
-        Measure(
-            "rms_norm fwd + residual",
-            lambda: norm.norm_fwd(few, w, layer=False, residual=r, **triton),
-            least(512, residual=True),
-            resident=weight,
-        ),
-        Measure(
-            "layer_norm fwd",
-            lambda: norm.norm_fwd(few, w, b, layer=True, **triton),
-            least(512, layer=True),
-            resident=both,
-        ),
-        Measure(
-            "layer_norm fwd + residual",
-            lambda: norm.norm_fwd(few, w, b, layer=True, residual=r, **triton),
-            least(512, layer=True, residual=True),
-            resident=both,
-        ),
-        Measure(
-            "rms_norm bwd",
-            few_programs(lambda: norm.norm_bwd(dy, x, w, None, rstd, **triton)),
-            least(T, backward=True),
-            resident=weight,
-        ),
+        Measure("rms_norm fwd", lambda: norm.norm_fwd(few, w, layer=False, **triton), least(512),
+                resident=weight),
+        Measure("rms_norm fwd + residual",
+                lambda: norm.norm_fwd(few, w, layer=False, residual=r, **triton),
+                least(512, residual=True), resident=weight),
+        Measure("layer_norm fwd", lambda: norm.norm_fwd(few, w, b, layer=True, **triton),
+                least(512, layer=True), resident=both),
+        Measure("layer_norm fwd + residual",
+                lambda: norm.norm_fwd(few, w, b, layer=True, residual=r, **triton),
+                least(512, layer=True, residual=True), resident=both),
+        Measure("rms_norm bwd", few_programs(lambda: norm.norm_bwd(dy, x, w, None, rstd, **triton)),
+                least(T, backward=True), resident=weight),
         Measure(
             "layer_norm bwd + residual",
             few_programs(lambda: norm.norm_bwd(dy, x, w, mean, rstd, ds=ds, bias=True, **triton)),
             least(T, layer=True, residual=True, backward=True),
             resident=weight,
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _elementwise() -> list[Measure]:
@@ -481,49 +453,24 @@ def _elementwise() -> list[Measure]:
     begun = adamw.begin_adamw(one, **rates, impl="triton")
     step = {"scalars_ptr": _SCALAR, "grad_scale_ptr": _SCALAR, "skip_ptr": _SCALAR}
     return [
-        Measure(
-            "rope",
-            lambda: rope.rope_fwd(heads, cos, sin, **triton),
-            lambda t: cost.rope(*heads.shape).bytes,
-            resident={"cos_ptr": _TABLE, "sin_ptr": _TABLE},
-        ),
-        Measure(
-            "gelu fwd",
-            lambda: activation.activation_fwd(x, "gelu", **triton),
-            lambda t: cost.activation(x.numel()).bytes,
-        ),
-        Measure(
-            "gelu bwd",
-            lambda: activation.activation_bwd(dy, x, "gelu", **triton),
-            lambda t: cost.activation(x.numel(), backward=True).bytes,
-        ),
-        Measure(
-            "swiglu fwd",
-            lambda: activation.activation_fwd(x, "swiglu", **triton),
-            lambda t: cost.activation(x.numel() // 2, gated=True).bytes,
-        ),
-        Measure(
-            "swiglu bwd",
-            lambda: activation.activation_bwd(narrow_dy, x, "swiglu", **triton),
-            lambda t: cost.activation(x.numel() // 2, gated=True, backward=True).bytes,
-        ),
-        Measure(
-            "dropout",
-            lambda: dropout.dropout_fwd(x, dropout.Drop(0.1, 7, 3, tokens)),
-            lambda t: cost.dropout(T, E).bytes,
-        ),
-        Measure(
-            "adamw",
-            lambda: adamw._adamw_triton(*flat, low, begun, one, zero, True),
-            lambda t: cost.adamw(20_000, param_size=2).bytes,
-            resident=step,
-        ),
-        Measure(
-            "sum_of_squares",
-            lambda: adamw._sum_of_squares_triton([flat[0]]),
-            lambda t: flat[0].numel() * 4,
-        ),
-    ]
+        Measure("rope", lambda: rope.rope_fwd(heads, cos, sin, **triton),
+                lambda t: cost.rope(*heads.shape).bytes,
+                resident={"cos_ptr": _TABLE, "sin_ptr": _TABLE}),
+        Measure("gelu fwd", lambda: activation.activation_fwd(x, "gelu", **triton),
+                lambda t: cost.activation(x.numel()).bytes),
+        Measure("gelu bwd", lambda: activation.activation_bwd(dy, x, "gelu", **triton),
+                lambda t: cost.activation(x.numel(), backward=True).bytes),
+        Measure("swiglu fwd", lambda: activation.activation_fwd(x, "swiglu", **triton),
+                lambda t: cost.activation(x.numel() // 2, gated=True).bytes),
+        Measure("swiglu bwd", lambda: activation.activation_bwd(narrow_dy, x, "swiglu", **triton),
+                lambda t: cost.activation(x.numel() // 2, gated=True, backward=True).bytes),
+        Measure("dropout", lambda: dropout.dropout_fwd(x, dropout.Drop(0.1, 7, 3, tokens)),
+                lambda t: cost.dropout(T, E).bytes),
+        Measure("adamw", lambda: adamw._adamw_triton(*flat, low, begun, one, zero, True),
+                lambda t: cost.adamw(20_000, param_size=2).bytes, resident=step),
+        Measure("sum_of_squares", lambda: adamw._sum_of_squares_triton([flat[0]]),
+                lambda t: flat[0].numel() * 4),
+    ]  # fmt: skip
 
 
 def _losses() -> list[Measure]:
@@ -536,17 +483,12 @@ def _losses() -> list[Measure]:
     lse, dloss = torch.logsumexp(z.float(), 1), torch.rand(N)
     vocabulary = Vocabulary(0, V, label_smoothing=0.1)
     return [
-        Measure(
-            "cross_entropy fwd",
-            lambda: forward._fwd_triton(z, labels, vocabulary, False),
-            lambda t: cost.cross_entropy(N, V).bytes,
-        ),
-        Measure(
-            "cross_entropy bwd",
-            lambda: backward._bwd_triton(dloss, z, labels, lse, vocabulary),
-            lambda t: cost.cross_entropy(N, V, backward=True).bytes,
-        ),
-    ]
+        Measure("cross_entropy fwd", lambda: forward._fwd_triton(z, labels, vocabulary, False),
+                lambda t: cost.cross_entropy(N, V).bytes),
+        Measure("cross_entropy bwd",
+                lambda: backward._bwd_triton(dloss, z, labels, lse, vocabulary),
+                lambda t: cost.cross_entropy(N, V, backward=True).bytes),
+    ]  # fmt: skip
 
 
 def _mlp() -> list[Measure]:
@@ -563,48 +505,35 @@ def _mlp() -> list[Measure]:
     def tiles(t: Traffic) -> tuple[int, int]:
         """Return BLOCK_M, BLOCK_N of the only launch, or BLOCK_T, BLOCK_F of the gradient's."""
         (launch,) = t.launches
-        sizes = launch.constants
-        return sizes.get("BLOCK_M", sizes.get("BLOCK_T")), sizes.get(
-            "BLOCK_N", sizes.get("BLOCK_F")
-        )
+        of = launch.constants
+        return of.get("BLOCK_M", of.get("BLOCK_T")), of.get("BLOCK_N", of.get("BLOCK_F"))
 
     def product(t: Traffic, M: int, N: int, K: int) -> int:
         return gemm_io(M, N, K, *tiles(t)) - 2 * M * N  # without c
 
     for activation, gated in (("gelu", 1), ("swiglu", 2)):
         w1, z = torch.randn(gated * F, E).to(half), torch.randn(T, gated * F).to(half)
-        wide = 2 * T * gated * F
+        wide, how = 2 * T * gated * F, {"activation": activation, "impl": "triton"}
         found += [
-            Measure(
-                f"mlp hidden fwd {activation}: z and h written once",
-                lambda w1=w1, a=activation: mlp.hidden_fwd(
-                    x, w1, activation=a, save_z=True, impl="triton"
-                ),
-                lambda t, g=gated, wide=wide: product(t, T, g * F, E) + wide + 2 * T * F,
-                products=lambda t, g=gated: 2 * T * g * F * E,
-            ),
-            Measure(
-                f"mlp hidden bwd {activation}: z read, dz and h written once",
-                lambda z=z, a=activation: mlp.hidden_bwd(
-                    dy, w2, z, activation=a, want_hidden=True, impl="triton"
-                ),
-                lambda t, wide=wide: product(t, T, F, E) + 2 * wide + 2 * T * F,
-                products=lambda t: 2 * T * F * E,
-            ),
-        ]
+            Measure(f"mlp hidden fwd {activation}: z and h written once",
+                    partial(mlp.hidden_fwd, x, w1, **how, save_z=True),
+                    lambda t, g=gated, wide=wide: product(t, T, g * F, E) + wide + 2 * T * F,
+                    products=lambda t, g=gated: 2 * T * g * F * E),
+            Measure(f"mlp hidden bwd {activation}: z read, dz and h written once",
+                    partial(mlp.hidden_bwd, dy, w2, z, **how, want_hidden=True),
+                    lambda t, wide=wide: product(t, T, F, E) + 2 * wide + 2 * T * F,
+                    products=lambda t: 2 * T * F * E),
+        ]  # fmt: skip
     h, residual, b = torch.randn(T, F).to(half), torch.randn(T, E).to(half), torch.randn(E).to(half)
     drop = dropout.Drop(0.1, 7, 3, torch.arange(T))
     bias = {"bias_ptr": _VECTOR, "tokens_ptr": "T indices, read for every column of tiles"}
     return [
         *found,
-        Measure(
-            "mlp down + bias + dropout + residual",
-            lambda: gemm.fused_gemm(h, w2.t(), b, drop=drop, residual=residual, impl="triton"),
-            lambda t: product(t, T, E, F) + 2 * 2 * T * E + 2 * E + 8 * T,
-            resident=bias,
-            products=lambda t: 2 * T * E * F,
-        ),
-    ]
+        Measure("mlp down + bias + dropout + residual",
+                partial(gemm.fused_gemm, h, w2.t(), b, drop=drop, residual=residual, impl="triton"),
+                lambda t: product(t, T, E, F) + 2 * 2 * T * E + 2 * E + 8 * T,
+                resident=bias, products=lambda t: 2 * T * E * F),
+    ]  # fmt: skip
 
 
 def _attention() -> list[Measure]:
@@ -616,7 +545,7 @@ def _attention() -> list[Measure]:
         q, k, v = (torch.randn(B, S, h, D).bfloat16() for h in (H, kv, kv))
         o, lse = attention.attention_fwd(q, k, v, causal=causal, impl="torch")
         what = f"B={B} S={S} H={H}/{kv} D={D} {'causal' if causal else 'full'}"
-        sizes = {"kv_heads": kv, "causal": causal}
+        sizes, how = {"kv_heads": kv, "causal": causal}, {"causal": causal, "impl": "triton"}
 
         def tiles(t: Traffic, kernel: str) -> tuple[int, int]:
             """Return BLOCK_M, BLOCK_N of the launch: BLOCK_N is the key tile of a dkdv kernel."""
@@ -636,25 +565,13 @@ def _attention() -> list[Measure]:
             return H * visible_tiles(S, m, n, causal) * count * 2 * m * n * 64
 
         found += [
-            Measure(
-                f"attention fwd {what}",
-                lambda q=q, k=k, v=v, causal=causal: attention.attention_fwd(
-                    q, k, v, causal=causal, impl="triton"
-                ),
-                forward,
-                limit=1.15,
-                products=lambda t, p=products: p(t, "fwd", 2),
-            ),
-            Measure(
-                f"attention bwd {what}",
-                lambda q=q, k=k, v=v, o=o, lse=lse, causal=causal: attention.attention_bwd(
-                    o, q, k, v, lse, None, o=o, causal=causal, impl="triton"
-                ),
-                backward,
-                limit=1.15,
-                products=lambda t, p=products: p(t, "dkdv", 4) + p(t, "dq_", 3),
-            ),
-        ]
+            Measure(f"attention fwd {what}", partial(attention.attention_fwd, q, k, v, **how),
+                    forward, limit=1.15, products=lambda t, p=products: p(t, "fwd", 2)),
+            Measure(f"attention bwd {what}",
+                    partial(attention.attention_bwd, o, q, k, v, lse, None, o=o, **how),
+                    backward, limit=1.15,
+                    products=lambda t, p=products: p(t, "dkdv", 4) + p(t, "dq_", 3)),
+        ]  # fmt: skip
     return found
 
 
