@@ -68,10 +68,7 @@ PRODUCT: Rows = [
     ({**HALVES, "out_dtype": F32}, None),
     ({**HALVES, "out_dtype": torch.bfloat16}, "result for .* inputs must be .*, got"),
     ({**DOUBLES, "out_dtype": F64}, None),
-    (
-        {**DOUBLES, "out_dtype": F32},
-        "must be torch.float64 or torch.float64, got torch.float32",
-    ),
+    ({**DOUBLES, "out_dtype": F32}, "must be torch.float64 or torch.float64, got torch.float32"),
     ({"a": z(3, 4, grad=True)}, "is not differentiable"),
     ({"b": z(4, 6, grad=True)}, "is not differentiable"),
     ({"bias": z(6, grad=True)}, "is not differentiable"),

@@ -88,10 +88,7 @@ def test_more_logits_than_may_be_held_at_once_are_made_in_two_halves(spare):
         return made(x, *rest)
 
     held = blocks.BlockSizes(2**20, 2**10, 2**10, 11 * 30 - 1 + spare)
-    with (
-        small_blocks(held),
-        mock.patch.object(in_forward, "_rows_fwd_op", noted),
-    ):
+    with small_blocks(held), mock.patch.object(in_forward, "_rows_fwd_op", noted):
         loss = linear_cross_entropy(x, w, labels)
     assert rows == ([11] if spare else [6, 5])
     assert_close_f64(loss, F.cross_entropy(x.double() @ w.double().t(), labels), 1e-6)

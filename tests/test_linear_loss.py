@@ -243,11 +243,7 @@ def _refused(rank: int) -> None:
             {"reduction": "none", "recompute": False},
             "same incoming gradient for every",
         ),
-        (
-            (x, part, labels),
-            {"z_loss": -1.0},
-            "z_loss must be finite and not negative, got -1",
-        ),
+        ((x, part, labels), {"z_loss": -1.0}, "z_loss must be finite and not negative, got -1"),
         ((x, part, labels), {"label_smoothing": 1.5}, r"must be in \[0, 1\], got 1.5"),
     ):
         with pytest.raises(ValueError, match=words):

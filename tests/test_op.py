@@ -216,11 +216,7 @@ def test_tensors_in_lists_and_records_are_seen_and_a_record_may_be_none() -> Non
             assert torch.equal(flat, OF_LISTS(*given))
             assert torch.equal(flat, 6 * (1 if scale is None else 3) * x + (5 if other is y else 0))
     wanted = torch.ones(2, requires_grad=True)
-    of_each = (
-        ([x, wanted], None, None),
-        ([x], Scale(3.0, (), wanted), None),
-        ([x], None, wanted),
-    )
+    of_each = (([x, wanted], None, None), ([x], Scale(3.0, (), wanted), None), ([x], None, wanted))
     for given in of_each:
         with pytest.raises(RuntimeError, match="no autograd formula"):
             OF_LISTS(*given).sum().backward()

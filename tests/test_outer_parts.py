@@ -22,10 +22,7 @@ NAN = float("nan")
 
 
 def _unit(
-    mesh: ConnectedMesh,
-    *shapes: tuple[int, ...],
-    zero: int = 0,
-    dtype: torch.dtype = torch.float64,
+    mesh: ConnectedMesh, *shapes: tuple[int, ...], zero: int = 0, dtype: torch.dtype = torch.float64
 ) -> Unit:
     """Make parameters p0, p1, ... of zeros."""
     params = [
@@ -191,8 +188,6 @@ def _low(mesh: ConnectedMesh, zero: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_parameters_follow_the_global_weights_and_an_outer_step(
-    zero: int,
-) -> None:
+def test_parameters_follow_the_global_weights_and_an_outer_step(zero: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         on_mesh(Mesh(outer=2, dp=2), _low, zero, dtype)

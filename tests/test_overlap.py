@@ -21,11 +21,7 @@ from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm import fused_gemm, gemm
 from warpweave.kernels.gemm.epilogue import Epilogue
 from warpweave.kernels.gemm.mainloop import find_tile
-from warpweave.kernels.overlap import (
-    all_gather_gemm,
-    gemm_all_reduce,
-    gemm_reduce_scatter,
-)
+from warpweave.kernels.overlap import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from warpweave.kernels.overlap import function as overlap_function
 from warpweave.kernels.overlap.function import (
     all_gather_gemm_steps,

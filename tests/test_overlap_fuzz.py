@@ -31,11 +31,7 @@ from warpweave.kernels.overlap.symmetric import create_file, map_file
 from warpweave.kernels.runtime.tiles import pinned
 from warpweave.parallel.symmetric import symmetric_memory
 
-OPS = {
-    "gather": all_gather_gemm,
-    "scatter": gemm_reduce_scatter,
-    "reduce": gemm_all_reduce,
-}
+OPS = {"gather": all_gather_gemm, "scatter": gemm_reduce_scatter, "reduce": gemm_all_reduce}
 ROUNDS = {2: 20, 3: 8}  # of each operation, by number of ranks
 SHAPES = ((1, 1, 1), (3, 5, 2), (7, 32, 3), (16, 3, 5), (2, 38, 1), (20, 6, 3))  # S, N, K
 

@@ -44,11 +44,7 @@ def _sums(module, a, b, memory, owners):
     return module.scatter_steps(a, b, memory, Epilogue(), owners=owners, name="sums"), (a, b)
 
 
-OPS = {
-    "gather": (_gather, gather),
-    "scatter": (_scatter, scatter),
-    "reduce": (_reduce, scatter),
-}
+OPS = {"gather": (_gather, gather), "scatter": (_scatter, scatter), "reduce": (_reduce, scatter)}
 
 
 def record(names, world, modules=None, sizes=ONE_TILE, *, beside=4, **options):

@@ -80,16 +80,10 @@ def _refused(rank: int) -> None:
     for change, words in (
         ({"activation": "silu"}, "activation must be one of"),
         ({"recompute": "all"}, "recompute must be one of nothing, activation, up, got 'all'"),
-        (
-            {"up_weight": t["up_weight"].float()},
-            f"parallel_mlp on rank {rank}: dtypes differ",
-        ),
+        ({"up_weight": t["up_weight"].float()}, f"parallel_mlp on rank {rank}: dtypes differ"),
         ({"residual": t["x"][:3]}, "residual must have x's shape"),
         ({"down_weight": MLP.whole({})["down_weight"]}, r"gelu needs x\[..., E\]"),
-        (
-            {"down_bias": t["down_bias"][:2]},
-            f"parallel_mlp on rank {rank}: down_bias must be",
-        ),
+        ({"down_bias": t["down_bias"][:2]}, f"parallel_mlp on rank {rank}: down_bias must be"),
         ({"x": t["x"][0], "residual": None}, r"need x\[..., E\] with at least two dims"),
     ):
         with pytest.raises(ValueError, match=words):

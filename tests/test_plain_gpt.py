@@ -203,11 +203,7 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(style, rtol)
 
 @pytest.mark.parametrize(
     ("style", "fault"),
-    [
-        ("gpt2", {"norm_eps": 1e-3}),
-        ("llama", {"rope_theta": 499.0}),
-        ("llama", {"norm_eps": 1e-4}),
-    ],
+    [("gpt2", {"norm_eps": 1e-3}), ("llama", {"rope_theta": 499.0}), ("llama", {"norm_eps": 1e-4})],
 )
 def test_a_slightly_different_style_is_seen(style, fault):
     config = dataclasses.replace(GPT2 if style == "gpt2" else LLAMA, **fault)
@@ -308,11 +304,7 @@ THEIRS = {
     ("counter", "key", "expected"),
     [  # the known answers from Random123, philox4x32 with 10 rounds
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        (
-            (0xFFFFFFFF,) * 4,
-            (0xFFFFFFFF,) * 2,
-            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-        ),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
         (
             (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
             (0xA4093822, 0x299F31D0),

@@ -230,10 +230,7 @@ def smoothing_over_the_local_vocabulary(mesh):
         return right(self._replace(size=width[0]), stats, labels)
 
     faults = {"first_column": first_column, "merge": merge}
-    return [
-        *((TensorRanks, *fault) for fault in faults.items()),
-        (Vocabulary, "losses", losses),
-    ]
+    return [*((TensorRanks, *fault) for fault in faults.items()), (Vocabulary, "losses", losses)]
 
 
 def _gathered_head():

@@ -439,9 +439,7 @@ FAULTS = {
         "zero 1", lambda: (Plant(FlatParameters, "wait", _forgets),), "reads what all_gather"
     ),
     "no wait for a collective": Fault(
-        "sequence, bulk",
-        lambda: (Plant(collectives.Pending, "wait", _no_wait),),
-        "has under way",
+        "sequence, bulk", lambda: (Plant(collectives.Pending, "wait", _no_wait),), "has under way"
     ),
     "what is sent is written to": Fault(
         "gpipe", lambda: (Plant(Distributed, "send", _free_at_once),), "has under way"
@@ -482,14 +480,10 @@ FAULTS = {
         r"wait: rank 1 for the communicator of \(1, 3\)",
     ),
     "links take as many thread blocks as NCCL likes": Fault(
-        "thread blocks",
-        lambda: (instead(transport, "_CTAS", 32),),
-        r"\(32, True\)",
+        "thread blocks", lambda: (instead(transport, "_CTAS", 32),), r"\(32, True\)"
     ),
     "every message has memory of its own": Fault(
-        "more micro-batches",
-        lambda: (instead(Buffers, "give_back", lambda *_: None),),
-        "held",
+        "more micro-batches", lambda: (instead(Buffers, "give_back", lambda *_: None),), "held"
     ),
     "fused products leave no processor to messages": Fault(
         "fused products",
