@@ -63,12 +63,9 @@ def test_an_outer_rule_out_of_range_is_refused(call, words) -> None:
 
 
 OUTER = [
-    OuterRule(1),
-    OuterRule(5, delay=4),
-    OuterRule(6, fragments=3, delay=1, warmup=4),
-    OuterRule(12, fragments=3, delay=2, warmup=1),
-    OuterRule(6, fragments=6),
-]
+    OuterRule(1), OuterRule(5, delay=4), OuterRule(6, fragments=3, delay=1, warmup=4),
+    OuterRule(12, fragments=3, delay=2, warmup=1), OuterRule(6, fragments=6),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", OUTER, ids=str)
