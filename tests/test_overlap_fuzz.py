@@ -223,17 +223,13 @@ def _one_is_last(rank: int, ops: list[str], folder: Path, edits: list, last: int
 PARITY = FAULTS["no parity"][1:]
 BY_TIME = {
     name: (FAULTS[name][0], [FAULTS[name][1:]])
-    for name in (
-        "a wait removed",
-        "no barrier before a release",
-        "a relaxed release",
-        "one flag for all tiles",
-    )
+    for name in ("a wait removed", "no barrier before a release", "a relaxed release",
+                 "one flag for all tiles")
 } | {
     **{f"no parity in a {op}": (op, [PARITY]) for op in OPS},
     "an asynchronous store published": ("scatter", [FAULTS["an asynchronous store published"][1:]]),
     "a replay that repeats its epoch": ("scatter", [("scatter", "    memory.advance()\n", "")]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BY_TIME)
