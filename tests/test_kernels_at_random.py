@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -89,19 +90,15 @@ def _norm(rng: Draw) -> Call:
         return op(x, w, eps=eps, residual=residual, x_bias=x_bias, **bias, **more)
 
     names = (layer_norm, reference.layer_norm) if layer else (rms_norm, reference.rms_norm)
-    return Call(
-        lambda *t, impl: call(names[0], *t, drop=drop, impl=impl),
-        lambda *t: call(names[1], *t, **kept(drop, E)),
-        given,
-    )
+    ours, truth = (partial(call, op) for op in names)
+    return Call(partial(ours, drop=drop), partial(truth, **kept(drop, E)), given)
 
 
 def _activate(rng: Draw) -> Call:
     name, width = rng.choice([*ACTIVATIONS]), rng.choice((1, 3, 40))
     shape = (*rng.dims(), width * (1 + ACTIVATIONS[name].gated))
-    return Call(
-        lambda x, impl: activate(x, name, impl=impl), lambda x: reference.activate(x, name), [shape]
-    )
+    ours, truth = (partial(op, activation=name) for op in (activate, reference.activate))
+    return Call(ours, truth, [shape])
 
 
 def _mlp(rng: Draw) -> Call:
@@ -113,12 +110,9 @@ def _mlp(rng: Draw) -> Call:
     def call(op, x, up, down, b, c, residual, **more):
         return op(x, up, down, b, c, residual=residual, activation=name, drop=drop, **more)
 
-    return Call(
-        lambda *t, impl: call(mlp, *t, recompute=recompute, impl=impl),
-        lambda *t: call(_whole_mlp, *t),
-        [(*shape, E), (*units, E), (E, F), rng.maybe(units), rng.maybe((E,)),
-         rng.maybe((*shape, E))],
-    )  # fmt: skip
+    shapes = [(*shape, E), (*units, E), (E, F), rng.maybe(units), rng.maybe((E,)),
+              rng.maybe((*shape, E))]  # fmt: skip
+    return Call(partial(call, mlp, recompute=recompute), partial(call, _whole_mlp), shapes)
 
 
 def _whole_mlp(*tensors, drop, **options):
@@ -172,7 +166,7 @@ def _dropout(rng: Draw) -> Call:
         key = {"seed": seed, "site": site, "tokens": tokens.flatten()}
         return reference.dropout(flat, p, **key).view(x.shape)
 
-    return Call(lambda x, impl: dropout(x, drop, impl=impl), truth, [(*shape, E)])
+    return Call(partial(dropout, drop=drop), truth, [(*shape, E)])
 
 
 def _product(rng: Draw) -> Call:
@@ -185,11 +179,8 @@ def _product(rng: Draw) -> Call:
     def ours(a, b, bias, residual, impl):
         y, z = fused_gemm(a, b, bias, activation=name, save_z=save, drop=drop, residual=residual,
                           impl=impl)  # fmt: skip
-        into = (
-            torch.ones(M, 2 * N, dtype=F64)[:, ::2]
-            if rng.random() < 0.5
-            else torch.ones(N, M).t().double()
-        )
+        rows, columns = torch.ones(M, 2 * N, dtype=F64)[:, ::2], torch.ones(N, M).t().double()
+        into = rows if rng.random() < 0.5 else columns
         before = into.clone()
         gemm_into(a, b, into, add := rng.random() < 0.5, impl=impl)
         return y, z, gemm(a, b, bias, impl=impl), into - before if add else into
@@ -224,12 +215,13 @@ def _reduced(losses, labels, options, reduction):
 def _cross_entropy(rng: Draw) -> Call:
     N, V = rng.choice((0, 1, 9)), rng.choice((1, 7, 40))
     labels, options, reduction = _loss_options(rng, N, V)
-    return Call(
-        lambda z, impl: cross_entropy(z, labels, reduction=reduction, impl=impl, **options),
-        lambda z: _reduced(reference.cross_entropy(z, labels, **options), labels, options,
-                           reduction),
-        [(N, V)],
-    )  # fmt: skip
+
+    def truth(z):
+        losses = reference.cross_entropy(z, labels, **options)
+        return _reduced(losses, labels, options, reduction)
+
+    ours = partial(cross_entropy, labels=labels, reduction=reduction, **options)
+    return Call(ours, truth, [(N, V)])
 
 
 def _head(rng: Draw) -> Call:
@@ -241,13 +233,8 @@ def _head(rng: Draw) -> Call:
         losses = reference.linear_cross_entropy(x, w, labels, **options)
         return _reduced(losses, labels, options, reduction)
 
-    return Call(
-        lambda x, w, impl: linear_cross_entropy(
-            x, w, labels, reduction=reduction, recompute=recompute, impl=impl, **options
-        ),
-        truth,
-        [(T, E), (V, E)],
-    )
+    how = {"labels": labels, "reduction": reduction, "recompute": recompute}
+    return Call(partial(linear_cross_entropy, **how, **options), truth, [(T, E), (V, E)])
 
 
 def _runs(rng: Draw, length: int) -> tuple[tuple[int, ...], ...] | None:
@@ -295,14 +282,11 @@ def _attention(rng: Draw) -> Call:
     if "dropout" in options:
         options |= {"dropout_seed": rng.randrange(2**63), "dropout_origin": (3, 2**31)}
 
-    def ours(q, k, v, sinks, impl):
-        return attention(q, k, v, sinks=sinks, return_lse=True, impl=impl, **options)
+    def of(op, q, k, v, sinks, **more):
+        return op(q, k, v, sinks=sinks, **options, **more)
 
-    return Call(
-        ours,
-        lambda q, k, v, sinks: reference.attention(q, k, v, sinks=sinks, **options),
-        [(B, Sq, H, D), (B, Sk, kv, D), (B, Sk, kv, D), rng.maybe((H,))],
-    )
+    shapes = [(B, Sq, H, D), (B, Sk, kv, D), (B, Sk, kv, D), rng.maybe((H,))]
+    return Call(partial(of, attention, return_lse=True), partial(of, reference.attention), shapes)
 
 
 OPS = {
@@ -319,9 +303,8 @@ def _tiles(rng: Draw) -> dict[tuple[str, int, int | str], AttentionTile | GemmTi
     """Pin small tiles, so that there are several, as a user's table may have them."""
     sides = rng.choice(((16, 16), (16, 32), (32, 16)))
     found = {(f"attention_{k}", 8, 256): AttentionTile(*sides, 1, 1) for k in ("fwd", "dkdv", "dq")}
-    product = GemmTile(
-        16, 32, rng.choice((16, 32)), rng.choice((1, 2, 3)), rng.choice((1, 2)), 1, 1
-    )
+    sizes = (rng.choice(of) for of in ((16, 32), (1, 2, 3), (1, 2)))
+    product = GemmTile(16, 32, *sizes, 1, 1)
     return found | {("gemm", 8, kind): product for kind in KINDS}
 
 
@@ -355,13 +338,10 @@ def _compare(rng: Draw, call: Call, impl: str) -> None:
             wanted = [rng.random() < 0.7 for _ in found]
             wanted[rng.randrange(len(wanted))] = True
             cotangents = [_somewhere(rng, x.shape) for x in expected]
-            pairs = []
             for results in (found, expected):
                 terms = [(x.masked_fill(x.isinf(), 0.0) * dx).sum()
                          for x, dx, want in zip(results, cotangents, wanted) if want]  # fmt: skip
-                total = sum(terms)
-                pairs.append(torch.autograd.grad(total, leaves, materialize_grads=True))
-            found, expected = [*found, *pairs[0]], [*expected, *pairs[1]]
+                results += torch.autograd.grad(sum(terms), leaves, materialize_grads=True)
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == F64
         assert_close_f64(a, b, 1e-10)

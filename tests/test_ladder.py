@@ -11,157 +11,59 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNGS = ("kernels", "parallel", "layers", "warpweave")  # lowest first
-# The rooms and files of a package, lowest first. A file imports from its own room or earlier ones.
-# Anything not listed is above them all.
+# The rooms and files of a package, lowest floor first. A file imports from its own room or from
+# lower floors. Anything not listed is above them all.
 ROOMS = {
-    "warpweave": (
-        ("kernels",),
-        ("parallel",),
-        ("cli", "layers"),
-        ("checkpoint", "compat", "data", "hf", "launch", "model", "wrap"),
-        ("__main__", "convert"),
-        ("plan",),
-        ("train",),
-        ("prove",),
-        ("machine",),
-    ),
-    "warpweave.cli": (("lazy", "messages", "shared_options"), ("command_line",), ("toml",)),
-    "warpweave.layers.sharding": (
-        ("dtensor", "explain", "layouts"),
-        ("memory", "rules", "styles"),
-        ("declare",),
-    ),
-    "warpweave.launch": (
-        ("heartbeat", "interrupt"),
-        ("blame", "processes"),
-        ("devices", "supervise"),
-        ("session",),
-        ("ranks",),
-    ),
-    "warpweave.model": (
-        ("config", "engine_update", "plain"),
-        ("gpt",),
-        ("generate",),
-        ("engine_checks", "engine_passes"),
-        ("engine",),
-    ),
-    "warpweave.plan": (
-        ("device", "memory", "options", "timeline"),
-        ("fits", "page", "time"),
-        ("choose", "layout"),
-        ("explain",),
-        ("command",),
-    ),
-    "warpweave.train": (
-        ("boards", "option_kinds", "replicas", "state", "timeline"),
-        ("export_options", "idle_options", "sample_options"),
-        ("options",),
-        ("batches", "lr_schedule", "metrics", "resume"),
-        ("checks", "chosen", "not_finite", "server"),
-        ("export", "sample", "trainer"),
-        ("elastic",),
-        ("command",),
-    ),
-    "warpweave.wrap": (("units",), ("pipeline", "zero")),
-    "warpweave.machine": (("collectives", "tune"), ("doctor",)),
-    "warpweave.kernels": (
-        ("words",),
-        ("reference", "cost", "devices", "rope_scaling", "structure"),
-        ("runtime",),
-        ("dropout", "merge", "activation", "rope"),
-        ("gemm",),
-        ("overlap",),
-        ("attention", "norm", "cross_entropy", "mlp", "qkv"),
-    ),
-    "warpweave.parallel": (
-        ("words",),
-        (
-            "buffers",
-            "shard",
-            "layout",
-            "collectives",
-            "group_options",
-            "observe",
-            "algorithms",
-            "exchange",
-            "schedule",
-            "symmetric",
+    package: tuple(tuple(floor.split()) for floor in floors.split(" < "))
+    for package, floors in {
+        "warpweave": (
+            "kernels < parallel < cli layers < checkpoint compat data hf launch model wrap < "
+            "__main__ convert < plan < train < prove < machine"
         ),
-        ("mesh", "messages"),
-        ("checked", "run_collective"),
-        ("simulate", "context", "data", "tensor"),
-        ("pipeline", "server"),
-    ),
-    "warpweave.parallel.server": (
-        ("clocks", "link"),
-        ("shard",),
-        ("server",),
-        ("worker",),
-        ("replay",),
-    ),
-    "warpweave.checkpoint": (
-        ("files",),
-        ("manifest",),
-        ("steps",),
-        ("read",),
-        ("save",),
-        ("background",),
-    ),
-    "warpweave.convert": (
-        ("fields",),
-        ("families",),
-        ("tensors",),
-        ("folder",),
-        ("beside",),
-        ("source",),
-        ("write",),
-    ),
-    "warpweave.data": (
-        ("files",),
-        ("split", "tokenizer"),
-        ("dataset",),
-        ("token_file",),
-        ("text",),
-        ("source",),
-    ),
-    "warpweave.machine.doctor": (
-        ("check", "options"),
-        ("machine",),
-        ("kernels", "ranks", "times"),
-        ("command",),
-    ),
-    "warpweave.train.elastic": (
-        ("connections", "seat"),
-        ("membership",),
-        ("trainer",),
-        ("rank",),
-        ("run",),
-    ),
-    "warpweave.prove": (
-        ("layouts", "typecheck"),
-        ("expected", "options"),
-        ("truth",),
-        ("proof",),
-        ("command",),
-    ),
-    "warpweave.train.server": (("log", "replay_config"), ("roles",), ("replay", "run")),
-    "warpweave.machine.tune": (
-        ("calls", "timing"),
-        ("aot", "options"),
-        ("candidates",),
-        ("search",),
-        ("command",),
-    ),
+        "warpweave.cli": "lazy messages shared_options < command_line < toml",
+        "warpweave.layers.sharding": "dtensor explain layouts < memory rules styles < declare",
+        "warpweave.launch": (
+            "heartbeat interrupt < blame processes < devices supervise < session < ranks"
+        ),
+        "warpweave.model": (
+            "config engine_update plain < gpt < generate < engine_checks engine_passes < engine"
+        ),
+        "warpweave.plan": (
+            "device memory options timeline < fits page time < choose layout < explain < command"
+        ),
+        "warpweave.train": (
+            "boards option_kinds replicas state timeline < "
+            "export_options idle_options sample_options < options < batches lr_schedule metrics resume < "
+            "checks chosen not_finite server < export sample trainer < elastic < command"
+        ),
+        "warpweave.wrap": "units < pipeline zero",
+        "warpweave.machine": "collectives tune < doctor",
+        "warpweave.kernels": (
+            "words < reference cost devices rope_scaling structure < runtime < "
+            "dropout merge activation rope < gemm < overlap < "
+            "attention norm cross_entropy mlp qkv"
+        ),
+        "warpweave.parallel": (
+            "words < buffers shard layout collectives group_options observe algorithms exchange "
+            "schedule symmetric < mesh messages < checked run_collective < "
+            "simulate context data tensor < pipeline server"
+        ),
+        "warpweave.parallel.server": "clocks link < shard < server < worker < replay",
+        "warpweave.checkpoint": "files < manifest < steps < read < save < background",
+        "warpweave.convert": "fields < families < tensors < folder < beside < source < write",
+        "warpweave.data": "files < split tokenizer < dataset < token_file < text < source",
+        "warpweave.machine.doctor": "check options < machine < kernels ranks times < command",
+        "warpweave.train.elastic": "connections seat < membership < trainer < rank < run",
+        "warpweave.prove": "layouts typecheck < expected options < truth < proof < command",
+        "warpweave.train.server": "log replay_config < roles < replay run",
+        "warpweave.machine.tune": "calls timing < aot options < candidates < search < command",
+    }.items()
 }
 STDLIB_ONLY = (
-    "warpweave.kernels.structure",
-    "warpweave.kernels.words",
-    "warpweave.parallel.algorithms",
-    "warpweave.parallel.schedule",
-    "warpweave.parallel.server.clocks",
-    "warpweave.parallel.simulate",
-    "warpweave.parallel.words",
-)
+    "warpweave.kernels.structure", "warpweave.kernels.words", "warpweave.parallel.algorithms",
+    "warpweave.parallel.schedule", "warpweave.parallel.server.clocks",
+    "warpweave.parallel.simulate", "warpweave.parallel.words",
+)  # fmt: skip
 ALONE = {"warpweave.model.plain"}
 LOWER_DEPENDENCIES = {"torch", "triton", "numpy", "spmd_types"}
 TOP_DEPENDENCIES = LOWER_DEPENDENCIES | {
@@ -315,17 +217,13 @@ def test_the_package_has_at_most_20_rooms_on_9_floors() -> None:
         ("warpweave.kernels.reference", "from warpweave.kernels.norm import rms_norm"),
         ("warpweave.kernels.runtime.dispatch", "from .. import norm"),
         ("warpweave.kernels.runtime.tiles", "from warpweave.kernels.gemm import mainloop"),
-        (
-            "warpweave.kernels.gemm.mainloop",
-            "from warpweave.kernels.attention.launch import padded",
-        ),
+        ("warpweave.kernels.gemm.mainloop",
+         "from warpweave.kernels.attention.launch import padded"),
         ("warpweave.kernels.norm.forward", "from warpweave.kernels.attention import device"),
         ("warpweave.parallel.data.zero", "from warpweave.parallel.pipeline.stage import Segment"),
         ("warpweave.parallel.context.ring", "from warpweave.parallel.tensor import linear"),
-        (
-            "warpweave.parallel.mesh",
-            "import importlib; importlib.import_module('warpweave.model.gpt')",
-        ),
+        ("warpweave.parallel.mesh",
+         "import importlib; importlib.import_module('warpweave.model.gpt')"),
         ("warpweave.parallel.mesh", "from warpweave.layers import norm"),
         ("warpweave.layers.norm", "from warpweave.model.gpt import GPT"),
         ("warpweave.layers.norm", "import kernels"),
@@ -356,7 +254,7 @@ def test_the_package_has_at_most_20_rooms_on_9_floors() -> None:
         ("warpweave.model.gpt", "read(path, weights_only=False)"),
         ("warpweave.model.gpt", "np.load(path, allow_pickle=True)"),
     ],
-)
+)  # fmt: skip
 def test_each_planted_fault_is_seen(module: str, text: str) -> None:
     known = {name for name, _ in source_files()} | {"warpweave.model.gpt", "warpweave.kernels.norm"}
     assert complaints(module, text, known) != []

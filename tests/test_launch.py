@@ -293,8 +293,7 @@ def test_silent_ranks_are_named_with_their_last_word(monkeypatch):
     assert re.fullmatch(
         r"no heartbeat from rank 0 \(tp=0\): it died or is hanging before its first step; "
         r"no heartbeat from rank 2 \(tp=2\): it died or is hanging, last seen at step 7 "
-        r"\(saving\), \d+\.\d s ago",
-        said,
+        r"\(saving\), \d+\.\d s ago", said,
     )  # fmt: skip
     assert sessions[3].explain(RuntimeError(LOST)) is None
 
@@ -353,15 +352,14 @@ def _environment(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 2}, {"tp": 2, "cp": 3}, {"pp": 5}])
-def test_a_mesh_of_several_ranks_needs_as_many_processes(monkeypatch, sizes):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    world = Mesh(**sizes).world
-    with pytest.raises(
-        ValueError, match=f"^the mesh needs {world} ranks, but 1 process is running$"
-    ):
-        join(Mesh(**sizes))
+def _others(monkeypatch, name: str, uuid: str) -> dist.HashStore:
+    """Make a store in which the other three ranks have written their devices."""
+    store = dist.HashStore()
+    for rank in range(3):
+        device = {"name": name, "uuid": uuid.format(rank)}
+        store.set(f"device/{rank}", json.dumps(device))
+    monkeypatch.setattr("warpweave.launch.session._store", lambda *args: store)
+    return store
 
 
 @pytest.mark.parametrize("tp", [2, 8])
@@ -389,11 +387,7 @@ def test_a_gpu_for_every_local_rank_means_nccl(monkeypatch, gpus, asked, backend
     threads = torch.get_num_threads()
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8), raising=False)
     chosen = pretend_gpus(monkeypatch, gpus)
-    store = dist.HashStore()
-    for rank in (0, 1, 2):
-        name = "H" if backend == "nccl" else "cpu"
-        store.set(f"device/{rank}", json.dumps({"name": name, "uuid": f"of {rank}"}))
-    monkeypatch.setattr("warpweave.launch.session._store", lambda *args: store)
+    _others(monkeypatch, "H" if backend == "nccl" else "cpu", "of {}")
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: groups.append((a, k)))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
     session = join(Mesh(tp=2, pp=2), backend=asked, timeout=77.0)
@@ -418,10 +412,7 @@ def test_ranks_that_cannot_compute_together_say_so_before_they_connect(monkeypat
     _environment(monkeypatch)
     monkeypatch.setattr("warpweave.launch.session.end_with_parent", lambda: None)
     pretend_gpus(monkeypatch, 2)
-    store = dist.HashStore()
-    for rank, uuid in enumerate(("0", "1", "2")):
-        store.set(f"device/{rank}", json.dumps({"name": "H", "uuid": uuid}))
-    monkeypatch.setattr("warpweave.launch.session._store", lambda *args: store)
+    store = _others(monkeypatch, "H", "{}")
     monkeypatch.setattr(dist, "init_process_group", None)
     line = "ranks 1, 3 share one GPU (1)"
     with pytest.raises(ValueError if port is None else SystemExit) as end:

@@ -8,7 +8,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from sharded import MESHES, check_layer, draw
+from close import assert_same_bits
+from refused import check
+from sharded import MESHES, check_layer, draw, everything
 from threads import run_threads
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -23,8 +25,7 @@ BOTH = pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear
 
 def _mesh(tp: int) -> ConnectedMesh:
     """Make rank 0 of an unconnected tensor axis: enough to construct."""
-    sizes = Mesh(tp=tp)
-    return sizes.seen_from(0)
+    return Mesh(tp=tp).seen_from(0)
 
 
 @BOTH
@@ -42,9 +43,8 @@ def test_one_seed_draws_the_numbers_of_nn_linear_in_every_dtype(layer, dtype, bi
     theirs = nn.Linear(7, 5, bias, None, dtype)
     torch.manual_seed(3)
     ours = layer(7, 5, bias, None, dtype)
-    expected = theirs.state_dict()
-    assert list(ours.state_dict()) == list(expected)
-    assert all(torch.equal(t, expected[name]) for name, t in ours.state_dict().items())
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert_same_bits(ours.state_dict().values(), theirs.state_dict().values())
 
 
 @BOTH
@@ -53,17 +53,10 @@ def test_it_loads_the_state_of_nn_linear_and_computes_the_same(layer):
     ours = layer(7, 5, dtype=torch.float64)
     ours.load_state_dict(theirs.state_dict(), strict=True)
     wide = draw(1, 3, 4, 14)
-    inputs = (wide[0, 0, :7], wide[0, :, :7], wide[..., ::2], wide[:0, :, :7])
-    for x in inputs:  # 1-D, 2-D, 3-D with gaps, empty
-        results = []
-        for linear in (theirs, ours):
-            leaf = x.detach().requires_grad_()
-            linear.zero_grad()
-            y = linear(leaf)
-            y.backward(draw(2, *y.shape))
-            results.append((y, leaf.grad, linear.weight.grad, linear.bias.grad))
-        for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
+    # 1-D, 2-D, 3-D with gaps, empty
+    for x in (wide[0, 0, :7], wide[0, :, :7], wide[..., ::2], wide[:0, :, :7]):
+        found, truth = everything(ours, x), everything(theirs, x)
+        torch.testing.assert_close(found, truth, rtol=1e-13, atol=1e-13)
 
 
 @BOTH
@@ -85,8 +78,7 @@ def test_a_weight_that_is_computed_from_others_gets_its_gradient(layer):
         linear = parametrizations.weight_norm(cls(7, 5, dtype=torch.float64))
         linear(draw(1, 4, 7)).square().sum().backward()
         grads.append([p.grad for p in linear.parameters()])
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
 
 
 @BOTH
@@ -131,22 +123,19 @@ def test_without_input_features_the_bias_begins_at_zero_and_is_the_output(layer)
 
 
 def test_features_that_the_tensor_axis_does_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"^out_features \(7\) is not divisible by .* tp \(2\)$"):
-        ColumnParallelLinear(6, 7, mesh=_mesh(2))
-    with pytest.raises(ValueError, match=r"^in_features \(7\) is not divisible by .* tp \(2\)$"):
-        RowParallelLinear(7, 6, mesh=_mesh(2))
+    words = r"^{}_features \(7\) is not divisible by .* tp \(2\)$".format
+    check(lambda: ColumnParallelLinear(6, 7, mesh=_mesh(2)), words("out"))
+    check(lambda: RowParallelLinear(7, 6, mesh=_mesh(2)), words("in"))
     ColumnParallelLinear(7, 6, mesh=_mesh(2))
     RowParallelLinear(6, 7, mesh=_mesh(2))
 
 
 def test_an_input_of_another_width_or_dtype_is_refused():
     layer = ColumnParallelLinear(6, 4)
-    with pytest.raises(
-        ValueError, match=r"weight must be \[N, K\], got x\[3, 5\] and weight\[4, 6\]"
-    ):
-        layer(torch.zeros(3, 5))
-    with pytest.raises(ValueError, match=r"dtypes differ: x torch.float64, weight torch.float32"):
-        layer(torch.zeros(3, 6, dtype=torch.float64))
+    words = r"weight must be \[N, K\], got x\[3, 5\] and weight\[4, 6\]"
+    check(lambda: layer(torch.zeros(3, 5)), words)
+    words = "dtypes differ: x torch.float64, weight torch.float32"
+    check(lambda: layer(torch.zeros(3, 6, dtype=torch.float64)), words)
 
 
 def _column(bias: bool = True, **options):
@@ -194,9 +183,9 @@ def _faulty(rank: int) -> list[str]:
         "bias": lambda: check_layer(_row(), draw(3, 12, 24), mesh, cut_in=-1, run=bias_twice),
         "cut": lambda: check_layer(_row(), draw(3, 12, 24).flip(-1), mesh, cut_in=-1, cut_out=0),
     }
-    for name, check in faults.items():
+    for name, compare in faults.items():
         try:
-            check()
+            compare()
         except AssertionError:
             seen.append(name)
     return seen

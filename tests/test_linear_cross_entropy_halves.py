@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from close import assert_close_f64
+from close import assert_all_close, assert_close_f64
 from guarded import guarded
 from sharded_ops import small_blocks
 
@@ -88,10 +88,7 @@ def test_more_logits_than_may_be_held_at_once_are_made_in_two_halves(spare):
         return made(x, *rest)
 
     held = blocks.BlockSizes(2**20, 2**10, 2**10, 11 * 30 - 1 + spare)
-    with (
-        small_blocks(held),
-        mock.patch.object(in_forward, "_rows_fwd_op", noted),
-    ):
+    with small_blocks(held), mock.patch.object(in_forward, "_rows_fwd_op", noted):
         loss = linear_cross_entropy(x, w, labels)
     assert rows == ([11] if spare else [6, 5])
     assert_close_f64(loss, F.cross_entropy(x.double() @ w.double().t(), labels), 1e-6)
@@ -151,7 +148,6 @@ def test_options_together_equal_the_formula_in_float64(ignored, impl):
             for ours in (found.flatten(), plain.flatten()):
                 assert_close_f64(ours, right.flatten(), 1e-12)
             dlogits = torch.autograd.grad(plain, logits, dy)
-            for a, b in zip((*grads, *dlogits), expected, strict=True):
-                assert_close_f64(a, b, 1e-12)
+            assert_all_close((*grads, *dlogits), expected, 1e-12)
             assert not grads[1][270:].any()
             assert not dlogits[0][:, 270:].any()

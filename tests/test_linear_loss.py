@@ -10,12 +10,14 @@ import inspect
 import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 from close import assert_close_f64
 from ranks import run_ranks
+from refused import check
 from rules import over_group, rulecheck
 from sharded import RTOL, Given, agrees, draw, fused, on_first, world
 from sharded_ops import (
@@ -118,10 +120,7 @@ def test_logits_with_a_softcap_are_as_many_at_a_time_as_may_be(most, rows) -> No
         seen.append(len(x))
         return tensor.column_parallel_linear(x, *args, **options)
 
-    with (
-        mock.patch.object(linear_loss, "CAPPED", most),
-        mock.patch.object(linear_loss, "column_parallel_linear", product),
-    ):
+    with mock.patch.multiple(linear_loss, CAPPED=most, column_parallel_linear=product):
         head_loss(own, part, softcap=3.0, group=None, sequence_parallel=False)
     assert seen == rows
 
@@ -156,10 +155,9 @@ def _layer(rank: int) -> None:
     loss = layer(own, part, HEAD_LABELS, 17)
     assert_close_f64(loss, LINEAR_LOSS.alone({}, x=x, weight=w) / 17, RTOL)
     assert mesh.workspace("tp")._memory.epoch.item() == 1
-    with pytest.raises(ValueError, match="pass impl='triton', or a different overlap"):
-        VocabParallelLinearCrossEntropy(VOCAB, impl="torch", **options)
-    with pytest.raises(ValueError, match="one of none, bulk, chunked, fused, got 'fast'"):
-        VocabParallelLinearCrossEntropy(VOCAB, overlap="fast")
+    make = partial(VocabParallelLinearCrossEntropy, VOCAB)
+    check(lambda: make(impl="torch", **options), "pass impl='triton', or a different overlap")
+    check(lambda: make(overlap="fast"), "one of none, bulk, chunked, fused, got 'fast'")
 
 
 def test_the_layer_shares_the_meshs_workspace() -> None:
@@ -238,22 +236,14 @@ def _refused(rank: int) -> None:
         ((x[:, :4], part, labels), {}, r"got \[12, 4\] and \[600, 5\]"),
         ((x.float(), part, labels), {}, "x torch.float32, weight torch.float64"),
         ((x, part, labels), {"reduction": "mean"}, "no rank knows all tokens"),
-        (
-            (x, part, labels),
-            {"reduction": "none", "recompute": False},
-            "same incoming gradient for every",
-        ),
-        (
-            (x, part, labels),
-            {"z_loss": -1.0},
-            "z_loss must be finite and not negative, got -1",
-        ),
+        ((x, part, labels), {"reduction": "none", "recompute": False},
+         "same incoming gradient for every"),
+        ((x, part, labels), {"z_loss": -1.0}, "z_loss must be finite and not negative, got -1"),
         ((x, part, labels), {"label_smoothing": 1.5}, r"must be in \[0, 1\], got 1.5"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            vocab_parallel_linear_cross_entropy(*arguments, **(options | more))
-    with pytest.raises(ValueError, match=rf"rank {rank}: z_loss must not be negative, got -1.0"):
-        tensor.vocab_parallel_cross_entropy(x @ part.t(), labels, z_loss=-1.0, **options)
+    ):  # fmt: skip
+        check(partial(vocab_parallel_linear_cross_entropy, *arguments, **options | more), words)
+    whole = partial(tensor.vocab_parallel_cross_entropy, x @ part.t(), labels, **options)
+    check(partial(whole, z_loss=-1.0), f"rank {rank}: z_loss must not be negative, got -1.0")
     wrong = labels.clamp(min=1000)
     for recompute in (True, False):  # every rank checks labels before any communication
         with pytest.raises(ValueError, match=r"labels must be in \[0, 301\) or -100, got 1000"):
@@ -299,12 +289,8 @@ def test_typing_rules_hold_where_another_axis_cuts_tokens(function: type) -> Non
 
 
 def test_every_function_has_a_rule() -> None:
-    functions = [
-        f
-        for _, f in inspect.getmembers(linear, inspect.isclass)
-        if issubclass(f, torch.autograd.Function)
-    ]
-    assert set(functions) == set(FUNCTIONS)
+    classes = [f for _, f in inspect.getmembers(linear, inspect.isclass)]
+    assert {f for f in classes if issubclass(f, torch.autograd.Function)} == set(FUNCTIONS)
 
 
 def test_a_planted_fault_breaks_the_rule() -> None:

@@ -9,17 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close_f64
+from refused import check
 from sharded import MESHES, RTOL, draw
 from threads import Group, on_threads, run_threads
 
 from warpweave.layers.loss import VocabParallelCrossEntropy, VocabParallelLinearCrossEntropy
+from warpweave.parallel import tensor
 from warpweave.parallel.collectives import group_rank, group_size, start_all_reduce_
 from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.parallel.shard import Cut, ParamRecord
-from warpweave.parallel.tensor import (
-    vocab_parallel_cross_entropy,
-    vocab_parallel_linear_cross_entropy,
-)
 
 
 def _problem(vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,15 +80,12 @@ def test_it_owns_no_parameters():
 
 
 def test_gathered_or_short_logits_and_wrong_smoothing_are_refused():
-    layer = VocabParallelCrossEntropy(13)
-    with pytest.raises(
-        ValueError, match=r"12 logits columns on each of 1 tensor-parallel ranks must add up"
-    ):
-        layer(torch.zeros(2, 12), torch.zeros(2, dtype=torch.int64), 1)
-    with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 1\), got 1.5"):
-        VocabParallelCrossEntropy(13, label_smoothing=1.5)(
-            torch.zeros(2, 13), torch.zeros(2, dtype=torch.int64), 1
-        )
+    labels = torch.zeros(2, dtype=torch.int64)
+    layer, wrong = (VocabParallelCrossEntropy(13, label_smoothing=s) for s in (0.0, 1.5))
+    words = "12 logits columns on each of 1 tensor-parallel ranks must add up"
+    check(lambda: layer(torch.zeros(2, 12), labels, 1), words)
+    words = r"label_smoothing must be in \[0, 1\), got 1.5"
+    check(lambda: wrong(torch.zeros(2, 13), labels, 1), words)
 
 
 def _check(mesh: ConnectedMesh, vocab: int, smoothing: float, padding: float) -> None:
@@ -110,10 +105,9 @@ def _check(mesh: ConnectedMesh, vocab: int, smoothing: float, padding: float) ->
 
 def _on_ranks(rank: int, sizes: Mesh) -> None:
     mesh = sizes.connect()
-    for vocab in (5, 13, 12):  # with 5 on 4 ranks one holds only padding
-        for smoothing in (0.0, 0.2):
-            for padding in (0.0, 1e4):
-                _check(mesh, vocab, smoothing, padding)
+    # with 5 on 4 ranks one holds only padding
+    for given in itertools.product((5, 13, 12), (0.0, 0.2), (0.0, 1e4)):
+        _check(mesh, *given)
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -138,13 +132,8 @@ def _check_head(mesh: ConnectedMesh, vocab: int, sequence_parallel: bool, recomp
     tokens = ParamRecord("", (12, 7), cut if sequence_parallel else ())
     mine = tokens.slice(x.detach(), here).clone().requires_grad_()
     own = rows.slice(weight.detach(), here).clone().requires_grad_()
-    layer = VocabParallelLinearCrossEntropy(
-        vocab,
-        label_smoothing=0.2,
-        recompute=recompute,
-        mesh=mesh,
-        sequence_parallel=sequence_parallel,
-    )
+    how = {"mesh": mesh, "sequence_parallel": sequence_parallel, "recompute": recompute}
+    layer = VocabParallelLinearCrossEntropy(vocab, label_smoothing=0.2, **how)
     late = start_all_reduce_(torch.tensor(17.0 / tp, dtype=torch.float64), mesh.group("tp"))
     loss = layer(mine, own, labels, late)
     loss.backward()
@@ -160,10 +149,8 @@ def test_head_and_loss_in_one_equal_torch(recompute):
 
 def _heads_on_ranks(rank: int, sizes: Mesh) -> None:
     mesh = sizes.connect()
-    for vocab in (5, 13):
-        for sequence_parallel in (False, True):
-            for recompute in (False, True):
-                _check_head(mesh, vocab, sequence_parallel, recompute)
+    for given in itertools.product((5, 13), (False, True), (False, True)):
+        _check_head(mesh, *given)
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -204,7 +191,7 @@ def _every_option(group: Group | None) -> None:
     z = x @ weight.t()
     (dz,) = torch.autograd.grad(_formula(z[:, :VOCAB]), z, dloss, retain_graph=True)
     mine = z.detach().chunk(ranks, 1)[rank].requires_grad_()
-    losses = vocab_parallel_cross_entropy(mine, LABELS, **options)
+    losses = tensor.vocab_parallel_cross_entropy(mine, LABELS, **options)
     assert_close_f64(losses, _formula(z[:, :VOCAB]), RTOL)
     assert_close_f64(torch.autograd.grad(losses, mine, dloss)[0], dz.chunk(ranks, 1)[rank], RTOL)
     ways = (("none", True), ("sum", True), ("sum", False))
@@ -214,7 +201,7 @@ def _every_option(group: Group | None) -> None:
         expected = torch.autograd.grad(truth, (x, weight), dy, retain_graph=True)
         own = x.detach().chunk(ranks if cut else 1)[rank if cut else 0].requires_grad_()
         shard = weight.detach().chunk(ranks)[rank].requires_grad_()
-        found = vocab_parallel_linear_cross_entropy(
+        found = tensor.vocab_parallel_linear_cross_entropy(
             own, shard, LABELS, reduction=reduction, recompute=recompute, softcap=cap,
             sequence_parallel=cut, **options,
         )  # fmt: skip

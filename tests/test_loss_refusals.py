@@ -87,15 +87,12 @@ HEAD: Rows = [
     ({"recompute": True, "reduction": "none"}, None),
 ]
 
+GIVEN = {"logits": z(3, 10), "labels": LABELS}
 TABLES = {
-    "cross_entropy": Table(cross_entropy, {"logits": z(3, 10), "labels": LABELS}, CROSS),
-    "cross_entropy_fwd": Table(
-        cross_entropy_fwd, {"logits": z(3, 10), "labels": LABELS}, CROSS_HALF
-    ),
+    "cross_entropy": Table(cross_entropy, GIVEN, CROSS),
+    "cross_entropy_fwd": Table(cross_entropy_fwd, GIVEN, CROSS_HALF),
     "cross_entropy_bwd": Table(
-        cross_entropy_bwd,
-        {"dloss": LOSSES, "logits": z(3, 10), "labels": LABELS, "lse": LOSSES},
-        CROSS_BACK,
+        cross_entropy_bwd, GIVEN | {"dloss": LOSSES, "lse": LOSSES}, CROSS_BACK
     ),
     "linear_cross_entropy": Table(
         linear_cross_entropy, {"x": z(3, 4), "weight": z(10, 4), "labels": LABELS}, HEAD

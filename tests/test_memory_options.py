@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 from test_memory import GIB, _check
@@ -28,9 +29,7 @@ from warpweave.plan.memory import (
 
 MODEL = GPTConfig(96, 64, 5, 32, 4, kv_heads=2, hidden=96, positions="rope", activation="swiglu")
 MESHES = [Mesh(), Mesh(tp=2), Mesh(dp=4), Mesh(dp=4, dp_shard=2), Mesh(dp=2, cp=2, tp=2, pp=2)]
-SHARDED = [
-    (mesh, zero) for mesh in MESHES for zero in (range(4) if mesh.data > 1 else (0, 1))
-]  # fmt: skip
+SHARDED = [(mesh, zero) for mesh in MESHES for zero in (range(4) if mesh.data > 1 else (0, 1))]
 
 
 def _step(mesh: Mesh, dtype: str = "fp32", batch: int = 2, **given) -> TrainingStep:
@@ -66,8 +65,8 @@ def test_every_optimizer_holds_its_states_and_muon_its_messages(dtype: str) -> N
                 assert told.optimizer == pytest.approx((elements + (b != m) * P) * m / D), name
                 update = 4 * (W_ / D + largest) * m if name == "muon" else 0
                 assert told.update == pytest.approx(update)
-                rest = dataclasses.replace(told, optimizer=0, update=0)
-                assert rest == dataclasses.replace(of[0], optimizer=0, update=0)
+                rest = replace(told, optimizer=0, update=0)
+                assert rest == replace(of[0], optimizer=0, update=0)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -77,13 +76,11 @@ def test_an_outer_optimizer_holds_its_states_and_the_largest_sum(
 ) -> None:
     """Layers sync in turns, the embedding with the first of them, head and norm with the last."""
     outer = OuterRule(15, momentum=momentum, fragments=fragments)
-    for config in (MODEL, dataclasses.replace(MODEL, vocab_size=7, tied=False)):
+    for config in (MODEL, replace(MODEL, vocab_size=7, tied=False)):
         for mesh, zero in SHARDED:
             D = _shards(mesh) if zero else 1
-            with_it, without = (
-                estimate(_step(mesh, config=config, zero=zero, outer=rule))
-                for rule in (outer, None)
-            )
+            of = {"config": config, "zero": zero}
+            with_it, without = (estimate(_step(mesh, outer=rule, **of)) for rule in (outer, None))
             for rank, (more, less) in enumerate(zip(with_it, without, strict=True)):
                 sums = [0] * fragments
                 for name, size in units_of(config, mesh, ParallelPlan(), rank).items():
@@ -92,9 +89,7 @@ def test_an_outer_optimizer_holds_its_states_and_the_largest_sum(
                 held = (2 if momentum else 1) * sum(sums) + max(sums)
                 grown = more.optimizer - less.optimizer  # each rounded down
                 assert grown == pytest.approx(held * 4 / D, abs=2)
-                assert dataclasses.replace(more, optimizer=0) == dataclasses.replace(
-                    less, optimizer=0
-                )
+                assert replace(more, optimizer=0) == replace(less, optimizer=0)
 
 
 def test_older_versions_are_whole_copies_in_the_parameters_own_dtype() -> None:
@@ -121,7 +116,7 @@ def test_an_ordered_sum_holds_its_blocks_in_flight() -> None:
         P, U = sum(units), max(units)
         whole = P * m if D > 1 and not zero else 0
         assert told.gradients == pytest.approx(P * m / D + whole + (4 if D > 1 else 2) * U * m)
-        assert dataclasses.replace(told, gradients=plain.gradients) == plain
+        assert replace(told, gradients=plain.gradients) == plain
 
 
 def test_the_peak_counts_the_largest_of_activations_loading_and_update() -> None:
@@ -134,7 +129,7 @@ def test_sizes_that_do_not_divide_are_rounded_up() -> None:
     """A vocabulary over tensor ranks, a sequence over context ranks in one chunk or two."""
 
     def sizes(vocab: int, device: str) -> tuple[int, int]:
-        config = dataclasses.replace(MODEL, kv_heads=4, vocab_size=vocab)
+        config = replace(MODEL, kv_heads=4, vocab_size=vocab)
         (told,) = estimate(_step(Mesh(tp=4), config=config, device_type=device))
         return told.weights, told.activations
 
@@ -147,7 +142,7 @@ def test_sizes_that_do_not_divide_are_rounded_up() -> None:
         (10, "contiguous", 3), (10, "striped", 3), (10, "zigzag", 4), (64, "zigzag", 16),
         (64, "contiguous", 16), (65, "zigzag", 18), (65, "contiguous", 17),
     ):  # fmt: skip
-        config = dataclasses.replace(MODEL, seq_len=length)
+        config = replace(MODEL, seq_len=length)
         assert _step(Mesh(cp=4), config=config, layout=layout, batch=3).tokens == 3 * rows
 
 
@@ -170,7 +165,7 @@ def test_pipeline_shape_equals_that_of_its_lists_for_any_micro_batches(name: str
 
 def test_the_bound_of_memory_is_below_every_estimate() -> None:
     """This covers every optimizer. The bound is close if there is only one micro-batch."""
-    config = dataclasses.replace(MODEL, layers=8)
+    config = replace(MODEL, layers=8)
     for mesh, zero, optimizer, dtype, recompute, device in itertools.product(
         MESHES, range(4), ("adamw", "sgd", "muon"), ("fp32", "bf16"), ("none", "full"),
         ("cpu", "cuda"),
@@ -188,7 +183,7 @@ def test_the_bound_of_memory_is_below_every_estimate() -> None:
 
 def test_the_bound_of_memory_is_what_a_rank_between_the_ends_needs() -> None:
     """It is the estimate of such a rank, minus the buffers of a unit in which ZeRO works."""
-    config, mesh = dataclasses.replace(MODEL, layers=8), Mesh(dp=2, cp=2, tp=2, pp=4)
+    config, mesh = replace(MODEL, layers=8), Mesh(dp=2, cp=2, tp=2, pp=4)
     for zero, optimizer, dtype, recompute, device in itertools.product(
         range(4), ("adamw", "sgd"), ("fp64", "fp32", "bf16"), ("none", "selective", "full"),
         ("cpu", "cuda"),
@@ -229,7 +224,7 @@ def test_communicators_on_a_gpu_are_the_groups_of_ranks_that_a_mesh_makes() -> N
 def test_each_rank_of_a_pipeline_is_counted_by_its_own_list_of_actions() -> None:
     """Covers blocks split unevenly over stages, in schedules of one and
     of several stages per rank."""
-    config = dataclasses.replace(MODEL, layers=7)
+    config = replace(MODEL, layers=7)
     for name, chunks, m in (("1f1b", 1, 8), ("gpipe", 1, 5), ("interleaved", 2, 6)):
         plan = ParallelPlan(schedule=name, chunks=chunks, microbatches=m)
         found = live_blocks(plan, 3, config)
@@ -246,7 +241,7 @@ def test_each_rank_of_a_pipeline_is_counted_by_its_own_list_of_actions() -> None
 
 def test_a_schedule_in_a_file_is_read_each_time(tmp_path) -> None:
     """It may have changed since the last time."""
-    path, config = tmp_path / "mine.csv", dataclasses.replace(MODEL, layers=8)
+    path, config = tmp_path / "mine.csv", replace(MODEL, layers=8)
     for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("gpipe", 1)):
         lists = find_family(name).make(2, 12, chunks)
         path.write_text(to_csv(lists))
@@ -319,7 +314,7 @@ def test_a_refusal_names_all_flags_together_where_none_is_enough_alone(device: s
 def test_what_does_not_help_beside_the_others_is_not_added_to_them() -> None:
     """On a CPU, bf16 adds an fp32 copy of the weights, which is more than it
     saves on few activations."""
-    config = dataclasses.replace(PRESETS["llama-8b"], seq_len=512)
+    config = replace(PRESETS["llama-8b"], seq_len=512)
     three = {"--zero 3", "--recompute full", "--batch 1"}
     for batch, named, plan, words in (
         (4, three | {"--dtype bf16"}, ParallelPlan(), "--zero 3 --recompute full --batch 1"),
@@ -333,7 +328,7 @@ def test_what_does_not_help_beside_the_others_is_not_added_to_them() -> None:
         assert {*_ways(text)} == named
         assert (words is None) == ("; combined" not in text)
         if words is not None:
-            best = dataclasses.replace(
+            best = replace(
                 step, batch=1 if "--batch" in words else batch,
                 plan=ParallelPlan(zero=3, recompute="full"),
             )  # fmt: skip

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from datetime import timedelta
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from refused import check
 from threads import run_threads
 
 from warpweave.layers.linear import ColumnParallelLinear
 from warpweave.parallel.mesh import AXES, ConnectedMesh, Mesh, divisors, single
 from warpweave.parallel.symmetric import TIMEOUT
 
-VARIES = {axis: (axis,) for axis in AXES} | {
-    "data": ("dp", "cp"),
-    "inner": ("pp", "dp", "cp", "tp"),
-    "world": AXES,
-}
+VARIES = {axis: (axis,) for axis in AXES}
+VARIES |= {"data": ("dp", "cp"), "inner": ("pp", "dp", "cp", "tp"), "world": AXES}
 PARTS = ("replica", "dp_shard", "ring", "ulysses", "shard")
 
 
@@ -31,6 +32,10 @@ def _meshes(world: int) -> list[Mesh]:
 
 def _members(mesh: Mesh, rank: int, axis: str) -> list[int]:
     """Return the ranks that differ from `rank` only along `axis`, by checking all of them."""
+    if axis in PARTS:
+        group, _ = _position(mesh, rank, axis)
+        there = [(*_position(mesh, r, axis), r) for r in range(mesh.world)]
+        return [r for other, _, r in sorted(there) if other == group]
     here = mesh.coordinates(rank)
     fixed = [a for a in AXES if a not in VARIES[axis]]
     return [r for r in range(mesh.world) if all(mesh.coordinates(r)[a] == here[a] for a in fixed)]
@@ -60,14 +65,15 @@ def test_tensor_ranks_are_neighbours_and_replicas_outermost_before_stages():
     assert sizes == [2, 2, 3, 2, 4, 6, 48, 96]
 
 
-def _check_groups(rank: int, meshes: list[Mesh]) -> None:
+def _check_groups(rank: int, meshes: list[Mesh], axes: Iterable[str] = tuple(VARIES)) -> None:
     for sizes in meshes:
         mesh = sizes.connect()
         assert (mesh.rank, mesh.coords) == (rank, sizes.coordinates(rank))
-        for axis in VARIES:
+        for axis in axes:
             members, group = _members(sizes, rank, axis), mesh.group(axis)
             assert mesh.size(axis) == len(members), (sizes, axis)
             assert mesh.index(axis) == members.index(rank), (sizes, axis)
+            assert members in sizes.members(axis), (sizes, axis)
             if len(members) == 1:
                 assert group is None, (sizes, axis)
                 continue
@@ -103,27 +109,10 @@ def _position(sizes: Mesh, rank: int, axis: str) -> tuple[int, int]:
     }[axis]
 
 
-def _check_parts(rank: int, meshes: list[Mesh]) -> None:
-    for sizes in meshes:
-        mesh = sizes.connect()
-        for axis in PARTS:
-            group, _ = _position(sizes, rank, axis)
-            there = [(*_position(sizes, r, axis), r) for r in range(sizes.world)]
-            members = [r for other, _, r in sorted(there) if other == group]
-            assert mesh.size(axis) == len(members), (sizes, axis)
-            assert mesh.index(axis) == members.index(rank), (sizes, axis)
-            found = [rank]
-            if mesh.group(axis) is not None:
-                found = dist.get_process_group_ranks(mesh.group(axis))
-                assert len(found) > 1, (sizes, axis)
-            assert found == members, (sizes, axis)
-            assert members in sizes.members(axis), (sizes, axis)
-
-
 def test_parts_of_an_axis_are_neighbours_and_groups_of_them():
     hybrid = [Mesh(dp=4, cp=2, dp_shard=2), Mesh(dp=4, tp=2, dp_shard=2), Mesh(dp=8, dp_shard=4),
               Mesh(dp=4, pp=2, dp_shard=1), Mesh(dp=2, cp=4, ulysses=2, dp_shard=1)]  # fmt: skip
-    run_ranks(8, _check_parts, [*hybrid, Mesh(dp=4, cp=2)])
+    run_ranks(8, _check_groups, [*hybrid, Mesh(dp=4, cp=2)], PARTS)
 
 
 def _shared_groups(rank: int) -> None:
@@ -145,10 +134,8 @@ def test_axes_of_the_same_ranks_share_a_group():
 def test_replicas_are_as_many_as_groups_that_divide_them():
     assert [Mesh(dp=6, cp=2, dp_shard=n).size("replica") for n in (None, 6, 3, 1)] == [1, 1, 2, 6]
     assert [Mesh(dp=6, cp=2, dp_shard=n).size("shard") for n in (None, 6, 3, 1)] == [12, 12, 6, 2]
-    with pytest.raises(ValueError, match=r"^dp \(6\) is not divisible by dp_shard \(4\)$"):
-        Mesh(dp=6, dp_shard=4)
-    with pytest.raises(ValueError, match=r"axis dp_shard must be a positive integer, got 0"):
-        Mesh(dp=6, dp_shard=0)
+    check(lambda: Mesh(dp=6, dp_shard=4), r"^dp \(6\) is not divisible by dp_shard \(4\)$")
+    check(lambda: Mesh(dp=6, dp_shard=0), "axis dp_shard must be a positive integer, got 0")
 
 
 def _check_pairs(rank: int) -> None:
@@ -171,8 +158,7 @@ def _check_pairs(rank: int) -> None:
 def test_the_context_axis_may_be_a_ring_of_neighbours():
     run_ranks(6, _check_pairs)
     assert Mesh(cp=1).connect().context is None
-    with pytest.raises(ValueError, match=r"^cp \(6\) is not divisible by ulysses \(4\)$"):
-        Mesh(cp=6, ulysses=4)
+    check(lambda: Mesh(cp=6, ulysses=4), r"^cp \(6\) is not divisible by ulysses \(4\)$")
 
 
 def _timeouts(rank: int) -> None:
@@ -215,33 +201,25 @@ _SIZES = [*itertools.product((*AXES, "ulysses", "dp_shard"), (0, -2, 1.5, "2", T
 
 @pytest.mark.parametrize(("axis", "size"), [s for s in _SIZES if s != ("dp_shard", None)])
 def test_an_axis_that_is_no_positive_integer_is_refused_by_name(axis, size):
-    with pytest.raises(ValueError, match=f"axis {axis} must be a positive integer, got "):
-        Mesh(**{axis: size})
+    check(lambda: Mesh(**{axis: size}), f"axis {axis} must be a positive integer, got ")
 
 
 def test_ranks_and_coordinates_outside_the_mesh_are_refused():
     mesh = Mesh(dp=2, tp=3)
     for rank in (-1, 6):
-        with pytest.raises(ValueError, match=f"rank {rank} is outside the mesh of 6 ranks"):
-            mesh.coordinates(rank)
-    for at in ({"tp": 3}, {"dp": -1}, {"cp": 1}):
-        (axis,) = at
-        with pytest.raises(ValueError, match=f"{axis} = {at[axis]} is outside"):
-            mesh.rank_at(**at)
-    with pytest.raises(
-        ValueError, match=r"^unknown axes \['data'\]; coordinates must be on .*'tp'"
-    ):
-        mesh.rank_at(dp=1, data=1)
+        check(partial(mesh.coordinates, rank), f"rank {rank} is outside the mesh of 6 ranks")
+    for axis, at in (("tp", 3), ("dp", -1), ("cp", 1)):
+        check(partial(mesh.rank_at, **{axis: at}), f"{axis} = {at} is outside")
+    words = r"^unknown axes \['data'\]; coordinates must be on .*'tp'"
+    check(lambda: mesh.rank_at(dp=1, data=1), words)
 
 
 def test_a_mesh_of_another_size_than_the_ranks_running_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"tp=3 x pp=1 needs 6 ranks, but torch.distr"):
-        Mesh(dp=2, tp=3).connect()
+    check(Mesh(dp=2, tp=3).connect, "tp=3 x pp=1 needs 6 ranks, but torch.distr")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     for running, said in ((1, "1 is running"), (5, "5 are running"), (7, "7 are running")):
         monkeypatch.setattr(dist, "get_world_size", lambda running=running: running)
-        with pytest.raises(ValueError, match=f"tp=3 x pp=1 needs 6 ranks, but {said}"):
-            Mesh(dp=2, tp=3).connect()
+        check(Mesh(dp=2, tp=3).connect, f"tp=3 x pp=1 needs 6 ranks, but {said}")
 
 
 def test_a_rank_is_described_by_the_axes_that_exist_and_several_are_named():
@@ -262,8 +240,8 @@ def test_meshes_are_values():
 
 def test_sizes_alone_are_refused_where_a_connected_mesh_is_needed():
     for sizes in (Mesh(), Mesh(tp=2)):
-        with pytest.raises(ValueError, match=r"mesh must be connected, .* pass mesh.connect"):
-            ColumnParallelLinear(4, 4, mesh=sizes)
+        words = "mesh must be connected, .* pass mesh.connect"
+        check(partial(ColumnParallelLinear, 4, 4, mesh=sizes), words)
 
 
 def _too_few(rank: int, world: int) -> None:
@@ -272,8 +250,7 @@ def _too_few(rank: int, world: int) -> None:
         (Mesh(dp=3, cp=2, outer=2), "outer=2 x dp=3 x cp=2 x tp=1 x pp=1 needs 12 ranks"),
         (Mesh(tp=7, pp=5), "dp=1 x cp=1 x tp=7 x pp=5 needs 35 ranks"),
     ):
-        with pytest.raises(ValueError, match=f"^mesh {words}, but {found}$"):
-            sizes.connect()
+        check(sizes.connect, f"^mesh {words}, but {found}$")
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -287,17 +264,8 @@ def test_divisors_are_those_without_remainder():
 
 
 def test_every_workspace_is_asked_whether_a_wait_was_in_vain():
-    asked = []
-
-    class Asked:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def check(self) -> None:
-            asked.append(self.name)
-
-    mesh = Mesh(tp=2, pp=2).seen_from(0)
+    asked, mesh = mock.Mock(), Mesh(tp=2, pp=2).seen_from(0)
     mesh.check_waits()
-    mesh._workspaces.update({name: Asked(name) for name in ("tp", "pp", "dp")})
+    mesh._workspaces.update({name: getattr(asked, name) for name in ("tp", "pp", "dp")})
     mesh.check_waits()
-    assert asked == ["tp", "pp", "dp"]
+    assert asked.mock_calls == [mock.call.tp.check(), mock.call.pp.check(), mock.call.dp.check()]

@@ -279,6 +279,18 @@ def _row(step: int) -> bytes:
     return json.dumps({"step": step, "loss": 1.5}).encode()
 
 
+def _written(folder: Path, rows: bytes) -> Path:
+    """Write the rows of an earlier run."""
+    path = folder / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(rows)
+    return path
+
+
+def _fails(*_):
+    raise OSError(5, "Input/output error")
+
+
 DAMAGE = {
     "cut": b'{"step": 4, "lo',
     "binary": bytes(range(1, 10)) + bytes(range(11, 256)),
@@ -302,9 +314,7 @@ DAMAGE = {
 def test_damaged_rows_are_set_aside_and_the_others_stay(tmp_path, capsys, kind, where):
     lines = [_row(1), _row(2), _row(3)]
     lines.insert(where, DAMAGE[kind])
-    path = tmp_path / "run" / "metrics.jsonl"
-    path.parent.mkdir()
-    path.write_bytes(b"\n".join(lines))
+    path = _written(tmp_path, b"\n".join(lines))
     metrics = _metrics(tmp_path, 2)
     metrics.write({"step": 3, "loss": 2.5})
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -388,15 +398,9 @@ def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path, 
 
 @pytest.mark.parametrize("what", ["replace", "_append"])
 def test_a_disk_that_fails_at_a_resume_keeps_the_rows_in_memory(tmp_path, monkeypatch, what):
-    path = tmp_path / "run" / "metrics.jsonl"
-    path.parent.mkdir()
-    path.write_bytes(_row(1) + b"\n" + _row(2) + b"\n" + _row(3) + b"\n")
-
-    def fails(*_):
-        raise OSError(5, "Input/output error")
-
+    path = _written(tmp_path, _row(1) + b"\n" + _row(2) + b"\n" + _row(3) + b"\n")
     with monkeypatch.context() as patch:
-        patch.setattr(metrics_module, what, fails)
+        patch.setattr(metrics_module, what, _fails)
         metrics = _metrics(tmp_path, 1)
         metrics.write({"step": 2})
     metrics.write({"step": 3})
@@ -406,14 +410,8 @@ def test_a_disk_that_fails_at_a_resume_keeps_the_rows_in_memory(tmp_path, monkey
 def test_rows_that_a_disk_does_not_give_are_moved_and_not_written_over(
     tmp_path, monkeypatch, capsys
 ):
-    path = tmp_path / "run" / "metrics.jsonl"
-    path.parent.mkdir()
-    path.write_bytes(_row(1) + b"\n")
-
-    def fails(_):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(metrics_module, "open_regular", fails)
+    path = _written(tmp_path, _row(1) + b"\n")
+    monkeypatch.setattr(metrics_module, "open_regular", _fails)
     _metrics(tmp_path, 1).write({"step": 2})
     aside = path.with_name("metrics.jsonl.damaged-1")
     assert (path.read_bytes(), aside.read_bytes()) == (b'{"step": 2}\n', _row(1) + b"\n")

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_metrics import _metrics, _row
+from refused import check
+from test_metrics import _metrics, _row, _written
 from threads import on_mesh
 
 from warpweave.parallel.mesh import Mesh
@@ -36,6 +37,10 @@ class Told:
         self.calls.append("close")
 
 
+def _rows(metrics: Metrics) -> list[dict]:
+    return [json.loads(line) for line in metrics.path.read_text().splitlines()]
+
+
 def test_rows_of_steps_and_evaluations_have_their_figures_on_every_board(tmp_path, monkeypatch):
     told = [Told(), Told()]
     monkeypatch.setattr(metrics_module, "open_boards", lambda *_: told)
@@ -51,28 +56,22 @@ def test_rows_of_steps_and_evaluations_have_their_figures_on_every_board(tmp_pat
         {"step": 2, "loss": 1.5, "tokens_per_second": 10.7},
         {"step": 2, "val_loss": 1.75, "peak_memory_mib": [1, 3, 100, 9]},
     ]
-    assert [json.loads(line) for line in metrics.path.read_text().splitlines()] == rows
+    assert _rows(metrics) == rows
     assert [board.calls for board in told] == [[*rows, "flush", "close"]] * 2
 
 
-def _rows(metrics: Metrics) -> list[dict]:
-    return [json.loads(line) for line in metrics.path.read_text().splitlines()]
+def _failing(name: str) -> Any:
+    def call(self: Told, *given: Any) -> None:
+        getattr(Told, name)(self, *given)
+        raise RuntimeError("gone")
+
+    return call
 
 
 class Broken(Told):
     """A board that fails at every call after its creation."""
 
-    def row(self, row: dict) -> None:
-        super().row(row)
-        raise RuntimeError("gone")
-
-    def flush(self) -> None:
-        super().flush()
-        raise RuntimeError("gone")
-
-    def close(self) -> None:
-        super().close()
-        raise RuntimeError("gone")
+    row, flush, close = map(_failing, ("row", "flush", "close"))
 
 
 class Torn(Broken):
@@ -107,10 +106,8 @@ def test_an_evaluation_that_is_made_again_is_shown_if_it_was_not_yet(
     """The file has it once, and boards get it once."""
     told, of_step = Told(), {"step": 2, "val_loss": 1.5}
     monkeypatch.setattr(metrics_module, "open_boards", lambda *_: [told])
-    folder = tmp_path / "run"
-    folder.mkdir()
     before = [{"step": 2, "loss": 1.0}, *([of_step] if there else []), {"step": 3, "loss": 1.0}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in before))
+    _written(tmp_path, "".join(json.dumps(row) + "\n" for row in before).encode())
     metrics = _metrics(tmp_path, 2, evaluates=evaluates)
     kept = [row for row in before[:-1] if "loss" in row or not evaluates]
     assert _rows(metrics) == kept
@@ -135,8 +132,7 @@ def test_the_peaks_of_all_ranks_are_in_their_order(monkeypatch):
 
 @pytest.mark.parametrize("umask", [0o022, 0o027])
 def test_files_of_a_run_have_the_permissions_that_the_umask_leaves(tmp_path, umask):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_bytes(_row(1) + b"\nrubbish\n")
+    _written(tmp_path, _row(1) + b"\nrubbish\n")
     old = os.umask(umask)
     try:
         metrics = _metrics(tmp_path, 1)
@@ -177,9 +173,7 @@ def test_any_file_of_an_earlier_run_takes_the_others_aside_and_nothing_else(tmp_
 
 
 def test_damaged_rows_are_not_written_through_a_dangling_link(tmp_path, capsys):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_bytes(b"rubbish\n")
+    folder = _written(tmp_path, b"rubbish\n").parent
     (folder / "metrics.jsonl.damaged-1").symlink_to("nowhere")
     _metrics(tmp_path, 0)
     assert (folder / "metrics.jsonl.damaged-2").read_bytes() == b"rubbish\n"
@@ -223,9 +217,5 @@ def test_a_folder_on_a_file_system_without_locks_is_trained_into(tmp_path, monke
     for _ in range(2):
         with metrics_module.locked(tmp_path / "new"):
             assert (tmp_path / "new" / "lock").exists()
-    with (
-        pytest.raises(ValueError, match="another job is writing to"),
-        metrics_module.locked(tmp_path / "new"),
-    ):
-        pass
+    check(metrics_module.locked(tmp_path / "new").__enter__, "another job is writing to")
     assert asked == [fcntl.LOCK_EX | fcntl.LOCK_NB] * 3

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from close import assert_close_f64
-from sharded import MESHES, check_layer, draw
+from close import assert_all_close, assert_close_f64
+from refused import check
+from saved import saved_elements
+from sharded import MESHES, check_layer, draw, everything
 from threads import run_threads
 
 from warpweave.kernels.dropout import Drop
@@ -35,15 +38,8 @@ def test_it_is_down_of_activation_of_up(activation, bias):
     mlp = MLP(7, 11, activation, bias, dtype=torch.float64)
     wide = draw(1, 3, 4, 14)
     for x in (wide[0, :, :7], wide[..., ::2], wide[:0, :, :7]):  # 2-D, 3-D with gaps, empty
-        results = []
-        for fn in (mlp, lambda x: _truth(mlp, x)):
-            leaf = x.detach().requires_grad_()
-            mlp.zero_grad()
-            y = fn(leaf)
-            y.backward(draw(2, *y.shape))
-            results.append([y, leaf.grad, *(p.grad for p in mlp.parameters())])
-        for a, b in zip(*results, strict=True):
-            assert_close_f64(a, b, 1e-12)
+        truth = everything(mlp, x, partial(_truth, mlp))
+        assert_all_close(everything(mlp, x), truth, 1e-12)
 
 
 def test_a_hooked_one_adds_and_drops_as_a_fused_one():
@@ -59,16 +55,9 @@ def test_a_hooked_one_adds_and_drops_as_a_fused_one():
 def test_a_hooked_one_recomputes_what_a_fused_one_does():
     kept = {}
     for recompute in ("nothing", "activation", "up"):
-        mlp, sizes = MLP(7, 11, recompute=recompute), []
+        mlp = MLP(7, 11, recompute=recompute)
         mlp.up.register_forward_hook(lambda *_: None)
-
-        def keep(saved, sizes=sizes):
-            sizes.append(saved.numel())
-            return saved
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-            mlp(draw(1, 6, 7).float().requires_grad_())
-        kept[recompute] = sum(sizes)
+        kept[recompute] = saved_elements(partial(mlp, draw(1, 6, 7).float().requires_grad_()))
     assert kept["up"] <= kept["activation"] <= kept["nothing"] - 6 * 11
 
 
@@ -83,18 +72,15 @@ def test_its_weights_have_one_row_for_every_gate_and_unit(activation, bias):
 
 
 def test_an_unknown_activation_is_refused():
-    with pytest.raises(
-        ValueError, match=r"^activation must be one of .*swiglu, geglu, got 'relu'$"
-    ):
-        MLP(4, 8, "relu")
+    check(lambda: MLP(4, 8, "relu"), r"^activation must be one of .*swiglu, geglu, got 'relu'$")
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_hidden_units_that_the_tensor_axis_does_not_divide_are_refused(activation):
     # 2 * 9 rows of swiglu are divisible by 6, but a rank would hold half a pair.
     mesh = ConnectedMesh(Mesh(tp=6), 0, {"tp": None}, None)
-    with pytest.raises(ValueError, match=r"^hidden_dim \(9\) is not divisible by .* tp \(6\)$"):
-        MLP(4, 9, activation, mesh=mesh)
+    words = r"^hidden_dim \(9\) is not divisible by .* tp \(6\)$"
+    check(lambda: MLP(4, 9, activation, mesh=mesh), words)
 
 
 def _on_ranks(rank: int, sizes: Mesh) -> None:

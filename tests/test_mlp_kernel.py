@@ -6,8 +6,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from close import assert_close_f64, assert_error_budget, relative_error
+from close import assert_all_close, assert_close_f64, assert_error_budget, relative_error
+from refused import check
 from rules import rulecheck
+from saved import saved_elements
 from torch.utils.checkpoint import checkpoint
 
 from warpweave.kernels import reference
@@ -56,8 +58,7 @@ def test_values_and_gradients_equal_the_reference(activation, impl) -> None:
         tensors = _tensors(activation, shape, bias=bias)
         options = {"activation": activation}
         ours = _with_gradients(mlp, tensors, **options, impl=impl)
-        for a, b in zip(ours, _with_gradients(reference.mlp, tensors, **options)):
-            assert_close_f64(a, b, 1e-12)
+        assert_all_close(ours, _with_gradients(reference.mlp, tensors, **options), 1e-12)
 
 
 @impls
@@ -68,8 +69,7 @@ def test_dropout_and_residual_and_whatever_is_recomputed_equal_the_reference(rec
     for keys in (("drop", "residual"), ("drop",), ("residual",)):
         options = {"activation": "swiglu"} | {key: whole[key] for key in keys}
         ours = _with_gradients(mlp, tensors, **options, recompute=recompute, impl=impl)
-        for a, b in zip(ours, _with_gradients(reference.mlp, tensors, **options)):
-            assert_close_f64(a, b, 1e-12)
+        assert_all_close(ours, _with_gradients(reference.mlp, tensors, **options), 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -95,8 +95,7 @@ def test_the_numbers_do_not_depend_on_what_is_recomputed(activation, impl) -> No
         for r in module.RECOMPUTE
     ]
     for other in runs[1:]:
-        for a, b in zip(runs[0], other):
-            assert torch.equal(a, b)
+        assert all(map(torch.equal, runs[0], other))
 
 
 @pytest.mark.parametrize("activation", ["relu2", "geglu"])
@@ -107,10 +106,9 @@ def test_gradcheck(activation) -> None:
     def run(residual, *tensors, impl):
         return mlp(*tensors, activation=activation, residual=residual, drop=_drop((3,)), impl=impl)
 
-    assert torch.autograd.gradcheck(partial(run, impl="torch"), (residual, *tensors))
-    assert torch.autograd.gradcheck(
-        partial(run, impl="triton"), (residual, *tensors), fast_mode=True
-    )
+    for impl in ("torch", "triton"):
+        call, fast = partial(run, impl=impl), impl == "triton"
+        assert torch.autograd.gradcheck(call, (residual, *tensors), fast_mode=fast)
 
 
 def test_only_what_is_promised_is_kept() -> None:
@@ -119,18 +117,7 @@ def test_only_what_is_promised_is_kept() -> None:
 
     def saved(**options) -> int:
         tensors = _tensors(options["activation"], (T,), E, F)
-        weights = {t.data_ptr() for t in tensors[1:]}
-        count = 0
-
-        def pack(t):
-            nonlocal count
-            count += t.numel() * (t.data_ptr() not in weights)
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            y = mlp(*tensors, **options)
-        assert y.grad_fn is not None
-        return count
+        return saved_elements(partial(mlp, *tensors, **options), tensors[1:])
 
     for impl in ("torch", "triton"):
         assert saved(activation="swiglu", recompute="up", impl=impl) == T * E
@@ -146,7 +133,6 @@ def test_only_what_is_promised_is_kept() -> None:
 @impls
 def test_every_subset_of_gradients_can_be_wanted(impl) -> None:
     options = {"activation": "swiglu", "recompute": "up", "impl": impl}
-    truth = _with_gradients(mlp, _tensors("swiglu"), activation="swiglu", impl="torch")
     tensors = _tensors("swiglu")
     truth = dict(zip(NAMES, _with_gradients(mlp, tensors, activation="swiglu", impl="torch")[1:]))
     for wanted in (("x",), ("down_weight",), ("down_bias",), ("up_bias",), ("x", "up_weight")):
@@ -162,18 +148,16 @@ def test_every_subset_of_gradients_can_be_wanted(impl) -> None:
 
 @impls
 def test_weight_gradients_can_be_deferred_and_accumulated_in_float32_buffers(impl) -> None:
-    tensors = _tensors("swiglu", (9,), dtype=torch.bfloat16)
-    parameters = tensors[1:]
+    x, *parameters = tensors = _tensors("swiglu", (9,), dtype=torch.bfloat16)
     for p in parameters:
         p.grad_dtype = torch.float32
-    (x, *rest), options = tensors, {"activation": "swiglu", "impl": impl}
-    y = mlp(x, *rest, **options)
-    plain = torch.autograd.grad(y.sum(), [x, *rest])
+    options = {"activation": "swiglu", "impl": impl}
+    plain = torch.autograd.grad(mlp(*tensors, **options).sum(), tensors)
     for context in (collect, accumulate):
         homes = {p: torch.full(p.shape, float("nan")) for p in parameters}
         store = WeightGradients(homes)
         for _ in range(2):
-            y = mlp(x, *rest, **options)
+            y = mlp(*tensors, **options)
             with context(store):
                 y.sum().backward()
             assert len(store) == (4 if context is collect else 0)
@@ -196,12 +180,11 @@ def test_gate_and_up_as_others_keep_them_are_stacked_or_refused(impl) -> None:
     g, u = (x @ torch.cat([gate, up]).t() + bias).chunk(2, -1)
     assert_close_f64(y, (F.silu(g) * u) @ down.t(), 1e-13)
     for weight in (torch.cat([gate, up]), torch.stack([gate, up], 1).flatten(0, 1)):
-        with pytest.raises(
-            ValueError, match=r"up_weight\[F, 2, E\] \(torch.stack\(\[gate, up\], 1"
-        ):
-            swiglu_mlp(x, weight, down, impl=impl)
-    with pytest.raises(ValueError, match=r"up_bias must be \[33, 2\], got \[66\]"):
-        swiglu_mlp(x, torch.stack([gate, up], 1), down, bias, impl=impl)
+        words = r"up_weight\[F, 2, E\] \(torch.stack\(\[gate, up\], 1"
+        check(partial(swiglu_mlp, x, weight, down, impl=impl), words)
+    both = torch.stack([gate, up], 1)
+    words = r"up_bias must be \[33, 2\], got \[66\]"
+    check(partial(swiglu_mlp, x, both, down, bias, impl=impl), words)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -225,17 +208,15 @@ def test_the_gradient_of_a_view_of_a_leaf_goes_where_the_leafs_does(dtype) -> No
     expected = collected(up, bias, lambda w: w, lambda b: b)
     flat = (t.detach().flatten(0, 1).requires_grad_() for t in (up, bias))
     found = collected(*flat, lambda w: w.unflatten(0, (-1, 2)), lambda b: b.view(-1, 2))
-    for a, b in zip(found, expected):
-        assert torch.equal(a, b.flatten(0, 1))
+    assert all(map(torch.equal, found, [x.flatten(0, 1) for x in expected]))
 
 
 @impls
 def test_gelu_is_torchs_by_tanh_or_by_erf(impl) -> None:
     x, *weights = _tensors("gelu_erf")
     y = gelu_mlp(x, *weights, approximate="none", impl=impl)
-    assert_close_f64(
-        y, F.linear(F.gelu(F.linear(x, weights[0], weights[2])), *weights[1::2]), 1e-12
-    )
+    h = F.gelu(F.linear(x, weights[0], weights[2]))
+    assert_close_f64(y, F.linear(h, *weights[1::2]), 1e-12)
     assert relative_error(gelu_mlp(x, *weights, impl=impl), y) > 1e-6
 
 
@@ -250,8 +231,7 @@ def test_strided_operands(impl) -> None:
     dy = torch.randn(20, 2, 3, dtype=torch.float64).permute(1, 2, 0)
     ours = torch.autograd.grad(mlp(*spread, **options), spread, dy)
     truth = torch.autograd.grad(reference.mlp(*tensors, activation="swiglu"), tensors, dy)
-    for a, b in zip(ours, truth):
-        assert_close_f64(a, b, 1e-12)
+    assert_all_close(ours, truth, 1e-12)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "geglu"])
@@ -324,8 +304,7 @@ def test_under_checkpoint_gradients_reach_the_parameters(impl) -> None:
     truth = torch.autograd.grad(run(*tensors).sum(), tensors)
     y = checkpoint(run, *tensors, use_reentrant=False)
     y.sum().backward()
-    for t, expected in zip(tensors, truth):
-        assert torch.equal(t.grad, expected)
+    assert all(map(torch.equal, [t.grad for t in tensors], truth))
 
 
 def test_the_operator_is_well_formed() -> None:
@@ -341,36 +320,22 @@ def test_the_operator_is_well_formed() -> None:
 
 
 @impls
-def test_a_residual_stream_that_is_kept_wider_stays_wide(impl) -> None:
-    x, *weights = (t.half() for t in _tensors("gelu"))
-    residual = 1e4 + torch.randn(x.shape, requires_grad=True)  # half precision has steps of 8 there
-    options = {"activation": "gelu", "impl": impl, "drop": _drop()}
-    y = mlp(x, *weights, residual=residual, **options)
-    assert y.dtype == torch.float32
-    assert torch.equal(y, residual + mlp(x, *weights, **options))
-    (dx,) = torch.autograd.grad(y.sum(), residual)
-    assert torch.equal(dx, torch.ones_like(residual))
-
-
-@impls
 @pytest.mark.parametrize(
     ("dtype", "of_residual"),
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.float16, torch.bfloat16),
-        (torch.float64, torch.float32),
-    ],
+    [(torch.float16, torch.float32), (torch.float32, torch.bfloat16),
+     (torch.float16, torch.bfloat16), (torch.float64, torch.float32)],
     ids=str,
-)
+)  # fmt: skip
 def test_a_residual_of_another_dtype_is_added_in_the_wider_of_both(dtype, of_residual, impl):
     x, *weights = (t.to(dtype) for t in _tensors("gelu"))
-    residual = torch.randn(x.shape).to(of_residual).requires_grad_()
-    options = {"activation": "gelu", "impl": impl}
-    y = mlp(x, *weights, residual=residual, **options)
-    assert y.dtype == torch.promote_types(dtype, of_residual)
-    assert torch.equal(y, residual + mlp(x, *weights, **options))
-    (dx,) = torch.autograd.grad(y.sum(), residual)
-    assert torch.equal(dx, torch.ones_like(residual))
+    for drop, size in ((None, 0.0), (_drop(), 1e4)):  # half precision has steps of 8 at 1e4
+        residual = (size + torch.randn(x.shape)).to(of_residual).requires_grad_()
+        options = {"activation": "gelu", "impl": impl, "drop": drop}
+        y = mlp(x, *weights, residual=residual, **options)
+        assert y.dtype == torch.promote_types(dtype, of_residual)
+        assert torch.equal(y, residual + mlp(x, *weights, **options))
+        (dx,) = torch.autograd.grad(y.sum(), residual)
+        assert torch.equal(dx, torch.ones_like(residual))
 
 
 @pytest.mark.parametrize("fault", ["slope forgotten", "stale hidden", "mask of another site"])
@@ -384,12 +349,11 @@ def test_planted_faults_exceed_the_tolerance(fault, monkeypatch) -> None:
         dz, h = backward(dy, down_weight, z, **named)
         return (dy @ down_weight, h) if fault == "slope forgotten" else (dz, z)
 
+    def elsewhere(dy, drop, impl):  # the kernel draws the forward's mask
+        return drop_backward(dy, drop._replace(site=4), impl=impl)
+
     if fault == "mask of another site":
-        monkeypatch.setattr(  # the kernel draws the forward's mask
-            module,
-            "dropout",
-            lambda dy, drop, impl: drop_backward(dy, drop._replace(site=4), impl=impl),
-        )
+        monkeypatch.setattr(module, "dropout", elsewhere)
     else:
         monkeypatch.setattr(module, "hidden_bwd", broken)
     wrong = _with_gradients(mlp, tensors, **options)

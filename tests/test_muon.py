@@ -8,6 +8,8 @@ import itertools
 import pytest
 import torch
 from guarded import guarded
+from refused import check, rows
+from test_train import _config, _trainer
 from threads import on_mesh
 from torch import nn
 from traffic import traffic
@@ -17,7 +19,6 @@ from warpweave.kernels import reference
 from warpweave.kernels.muon import orthogonalize, symmetric_product
 from warpweave.kernels.runtime.tile_table import GemmTile
 from warpweave.kernels.runtime.tiles import pinned
-from warpweave.launch.session import Session
 from warpweave.model.gpt import GPT
 from warpweave.model.plain import _newton_schulz, is_muons
 from warpweave.parallel.data import muon
@@ -27,8 +28,7 @@ from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.parallel.shard import Cut, ParamRecord
 from warpweave.prove.layouts import Layout, draw, smallest
-from warpweave.train.options import GPTOverrides, TrainConfig
-from warpweave.train.trainer import Trainer
+from warpweave.train.options import TrainConfig
 
 LR, CLIP, STEPS = 0.03, 5.0, 2
 RULE = Muon(momentum=0.9, weight_decay=0.2, rest=AdamW(eps=1e-3, weight_decay=0.2))
@@ -90,17 +90,9 @@ def _units(mesh, layout: Layout):
 
 
 def _train(mesh, layout: Layout, rule: Muon = RULE) -> dict[str, torch.Tensor]:
-    """Return every weight of this rank's stages after STEPS steps;
-    gradients come from data rank 0."""
-    units = _units(mesh, layout)
-    for unit in units:
-        unit.write("param", lambda record: record.slice(_draw(record, 0), mesh.coords))
-    optimizer = ZeroOptimizer(units, mesh, rule, clip=CLIP)
-    for step in range(1, STEPS + 1):
-        for unit in units:
-            unit.write("grad", lambda r, step=step: r.slice(_draw(r, step), mesh.coords))
-        optimizer.step(LR)
-    return {record.name: x.clone() for unit in units for record, x in unit.read("param")}
+    """Return every weight of this rank's stages after STEPS steps."""
+    state, _ = _first_steps(mesh, layout, range(1, STEPS + 1), rule=rule)
+    return state["param"]
 
 
 def _layout(seed: int) -> Layout:
@@ -231,10 +223,11 @@ def test_the_forty_layouts_have_all_that_there_is():
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 
-def _first_steps(mesh, layout: Layout, steps: range, start=None):
-    """Train `steps` from the state `start`, and return the state after them."""
+def _first_steps(mesh, layout: Layout, steps: range, start=None, rule: Muon = RULE):
+    """Train `steps` from the state `start`, and return the state after them; gradients come from
+    data rank 0."""
     units = _units(mesh, layout)
-    optimizer = ZeroOptimizer(units, mesh, RULE, clip=CLIP)
+    optimizer = ZeroOptimizer(units, mesh, rule, clip=CLIP)
     for unit in units:
         for kind in KINDS:
             if start is not None:
@@ -340,20 +333,9 @@ def test_each_matrix_is_orthogonalised_once_and_moves_once_each_way(monkeypatch,
 # ---------------------------------------------------------------- the trainer
 
 
-def _trainer(config: TrainConfig) -> Trainer:
-    session = Session(torch.device("cpu"), 0, 1, None, 60.0, config.mesh)
-    return Trainer(config, session)
-
-
 @pytest.mark.parametrize("optimizer", ["muon", "sgd"])
 def test_a_run_is_resumed_with_its_optimizer_and_no_other(tmp_path, optimizer):
-    text = tmp_path / "text"
-    text.write_bytes(b" ".join(b"%d" % (i * i % 977) for i in range(1500)))
-    config = TrainConfig(
-        model="toy", overrides=GPTOverrides(layers=1, width=16, heads=2, seq_len=16), data=text,
-        batch=2, steps=4, save_every=2, eval_batches=1, sample=0, out=tmp_path / "run", lr=0.01,
-        optimizer=optimizer,
-    )  # fmt: skip
+    config = _config(tmp_path, layers=1, steps=4, save_every=2, lr=0.01, optimizer=optimizer)
     config.check()
     whole = _trainer(config)
     whole.run()
@@ -400,45 +382,29 @@ def _muon_of(record: ParamRecord) -> None:
     ZeroOptimizer([make_unit("u", [(record, param)], single())], single(), Muon())
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
+X, ADD, GAPS = torch.zeros(3, 2), torch.zeros(3, 3), torch.zeros(3, 6)[:, ::2]
+ODD = ParamRecord("w", (7, 2), matrices=(1, 1))
+
+
+@rows(
     [
         (lambda: _muon_of(ParamRecord("b", (5,), matrices=(1,))), r"but b has shape \(5,\)"),
-        (
-            lambda: _muon_of(ParamRecord("w", (7, 2), matrices=(1, 1))),
-            "divisible by 2, but w has shape",
-        ),
+        (lambda: _muon_of(ODD), "divisible by 2, but w has shape"),
         (lambda: _muon_of(ParamRecord("w", (8, 2), (Cut("cp", 0, 2),), matrices=(1,))), "over tp"),
         (lambda: Muon(scale="adam"), "scale must be one of .*moonlight"),
         (lambda: Muon(momentum=1.0), "momentum must be in"),
         (lambda: TrainConfig(momentum=1.0).check(), "momentum must be in"),
-        (lambda: orthogonalize(torch.zeros(3)), "a matrix of floats, got"),
-        (lambda: orthogonalize(torch.zeros(3, 2), steps=0), "steps >= 1, got 0"),
-        (
-            lambda: symmetric_product(torch.zeros(3, 2), torch.zeros(2, 2)),
-            "`add` must be contiguous",
-        ),
-        (lambda: symmetric_product(torch.zeros(3)), "expected a matrix of floats"),
-        (
-            lambda: symmetric_product(torch.ones(3, 2).long()),
-            "expected a matrix of floats, got .*int64",
-        ),
-        (lambda: orthogonalize(torch.ones(3, 2).long()), "a matrix of floats, got torch.int64"),
-        (
-            lambda: symmetric_product(torch.zeros(3, 2), torch.zeros(3, 3).double()),
-            "`add` must be contiguous torch.float32",
-        ),
-        (
-            lambda: symmetric_product(torch.zeros(3, 2), torch.zeros(3, 6)[:, ::2]),
-            r"`add` must be contiguous .* with strides \(6, 2\)",
-        ),
-        (
-            lambda: symmetric_product(torch.zeros(3, 2), torch.zeros(3, 3).requires_grad_()),
-            "is not differentiable",
-        ),
-        (lambda: orthogonalize(torch.zeros(3, 2).requires_grad_()), "is not differentiable"),
-    ],
+        (lambda: orthogonalize(X[:, 0]), "a matrix of floats, got"),
+        (lambda: orthogonalize(X, steps=0), "steps >= 1, got 0"),
+        (lambda: symmetric_product(X, torch.zeros(2, 2)), "`add` must be contiguous"),
+        (lambda: symmetric_product(X[:, 0]), "expected a matrix of floats"),
+        (lambda: symmetric_product(X.long()), "expected a matrix of floats, got .*int64"),
+        (lambda: orthogonalize(X.long()), "a matrix of floats, got torch.int64"),
+        (lambda: symmetric_product(X, ADD.double()), "`add` must be contiguous torch.float32"),
+        (lambda: symmetric_product(X, GAPS), r"`add` must be contiguous .* with strides \(6, 2\)"),
+        (lambda: symmetric_product(X, ADD.clone().requires_grad_()), "is not differentiable"),
+        (lambda: orthogonalize(X.clone().requires_grad_()), "is not differentiable"),
+    ]
 )
 def test_refusals(call, words):
-    with pytest.raises(ValueError, match=words):
-        call()
+    check(call, words)

@@ -40,9 +40,7 @@ def _algorithm(rounds: list[list[tuple[int, int, int, bool]]]) -> Algorithm:
     def of_rank(rank: int, ranks: int, n: int) -> Rounds:
         for messages in rounds:
             sends = [Send(to, 0, size) for source, to, size, _ in messages if source == rank]
-            receives = [
-                Recv(source, 0, size, adds) for source, to, size, adds in messages if to == rank
-            ]
+            receives = [Recv(at, 0, size, adds) for at, to, size, adds in messages if to == rank]
             yield Round(tuple(sends), tuple(receives))
 
     return of_rank
@@ -69,9 +67,8 @@ def test_bytes_and_seconds_are_those_of_the_busiest_links(network: Network, seco
     assert found == Traffic(rounds=2, total=42, busiest=18, at_once=22, seconds=seconds)
     back = [[(to, source, *more) for source, to, *more in messages] for messages in MESSAGES]
     less = 4 * network.gamma  # rank 1 adds at most 5 elements, where rank 3 added 7
-    assert traffic(_algorithm(back), 5, 99, network, size=2) == replace(
-        found, seconds=seconds - less
-    )
+    again = traffic(_algorithm(back), 5, 99, network, size=2)
+    assert again == replace(found, seconds=seconds - less)
 
 
 def test_an_element_has_four_bytes_if_nothing_is_said() -> None:
@@ -160,9 +157,8 @@ def test_terms_of_one_round_are_summed_in_rank_order_this_ranks_at_its_place() -
         others = [r for r in (2, 0, 3, 1) if r != rank]
         sends, adds = (Send(rank, 0, 1),), tuple(Recv(other, 0, 1, True) for other in others)
         rounds = [Round((), adds) if r == rank else Round(sends) for r in range(4)]
-        found = run_in_process(
-            [collective_steps(r, [rounds[r]], x.clone()) for r, x in enumerate(xs)]
-        )
+        steps = [collective_steps(r, [rounds[r]], x.clone()) for r, x in enumerate(xs)]
+        found = run_in_process(steps)
         assert found[rank].tolist() == [float(whole[0]), 7.0], rank
 
 

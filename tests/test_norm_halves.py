@@ -1,9 +1,11 @@
 """The halves of the norms as other code calls them: tensors of any
 strides, and of different dtypes."""
 
+import itertools
+
 import pytest
 import torch
-from close import assert_close_f64, assert_same_bits, relative_error
+from close import assert_close_f64, assert_close_or_none, assert_same_bits, relative_error
 
 from warpweave.kernels import norm, reference
 from warpweave.kernels.dropout import Drop
@@ -55,17 +57,11 @@ def test_operands_of_any_strides_are_read_right(wide, layer, impl, monkeypatch) 
     truth = norm.norm_bwd(**back, mean=mean, **wanted, **how | {"impl": "torch"})
     for name in ("all",) if wide else (*given, "all"):
         some = {n: _spread(t) if name in (n, "all") else t for n, t in given.items()}
-        for a, t in zip(norm.norm_fwd(**some, **how, layer=layer), want, strict=True):
-            assert (a is None) == (t is None)
-            if t is not None:
-                assert_close_f64(a, t, 1e-13)
+        assert_close_or_none(norm.norm_fwd(**some, **how, layer=layer), want, 1e-13)
     for name in ("all",) if wide else (*back, *mean_of, "all"):
         some = {n: _spread(t) if name in (n, "all") else t for n, t in (back | mean_of).items()}
         found = norm.norm_bwd(**{"mean": None} | some, **wanted, **how)
-        for a, t in zip(found, truth, strict=True):
-            assert (a is None) == (t is None)
-            if t is not None:
-                assert_close_f64(a, t, 1e-12)
+        assert_close_or_none(found, truth, 1e-12)
     apart = {n: _row_wise(t, i) for i, (n, t) in enumerate(back.items()) if t.ndim > 1}
     found = norm.norm_bwd(**{"mean": mean} | back | apart, **wanted, **how)
     assert_close_f64(found.dx, truth.dx, 1e-12)
@@ -100,27 +96,18 @@ def test_results_have_the_dtypes_that_the_halves_promise(layer, impl) -> None:
             assert (y.dtype, s.dtype, rstd.dtype) == (out or BF16, of_s, of_sums)
             assert (mean is None) == (not layer)
         options = {"ds": ds.to(of_s), "bias": layer, "x_bias": True, "impl": impl}
-        for asked in (None, BF16, F32):
-            for stream in (None, F32, BF16):
-                found = norm.norm_bwd(
-                    dy.to(F16),
-                    s,
-                    w,
-                    mean,
-                    rstd,
-                    x_dtype=asked,
-                    residual_dtype=stream,
-                    drop=terms.get("drop"),
-                    **options,
-                )
-                assert found.dx.dtype == (asked or of_s)
-                sums = [found.dw, found.dx_bias, *([found.db] if layer else [])]
-                assert {t.dtype for t in sums} == {of_sums}
-                assert found.db is None or layer
-                assert (found.dresidual is None) == (stream is None)
-                assert stream is None or found.dresidual.dtype == stream
-                same = stream == found.dx.dtype and "drop" not in terms
-                assert (found.dresidual is found.dx) == same
+        options |= {"drop": terms.get("drop")}
+        for asked, stream in itertools.product((None, BF16, F32), (None, F32, BF16)):
+            of = {"x_dtype": asked, "residual_dtype": stream}
+            found = norm.norm_bwd(dy.to(F16), s, w, mean, rstd, **of, **options)
+            assert found.dx.dtype == (asked or of_s)
+            sums = [found.dw, found.dx_bias, *([found.db] if layer else [])]
+            assert {t.dtype for t in sums} == {of_sums}
+            assert found.db is None or layer
+            assert (found.dresidual is None) == (stream is None)
+            assert stream is None or found.dresidual.dtype == stream
+            same = stream == found.dx.dtype and "drop" not in terms
+            assert (found.dresidual is found.dx) == same
 
 
 @IMPLS
@@ -176,13 +163,10 @@ def test_autocast_leaves_the_halves_alone(layer, impl) -> None:
     x, residual, dy, ds, w, b, x_bias, drop = _drawn(layer, F32)
 
     def run() -> list[torch.Tensor]:
-        forward = norm.norm_fwd(
-            x, w, b, layer=layer, residual=residual, x_bias=x_bias, drop=drop, impl=impl
-        )
+        how = {"drop": drop, "impl": impl}
+        forward = norm.norm_fwd(x, w, b, layer=layer, residual=residual, x_bias=x_bias, **how)
         _, s, mean, rstd = forward
-        back = norm.norm_bwd(
-            dy, s, w, mean, rstd, ds=ds, bias=layer, x_bias=True, drop=drop, impl=impl
-        )
+        back = norm.norm_bwd(dy, s, w, mean, rstd, ds=ds, bias=layer, x_bias=True, **how)
         return [t for t in (*forward, *back) if t is not None]
 
     want = run()
@@ -206,8 +190,7 @@ def test_only_the_gradients_that_are_wanted_are_made(layer, impl) -> None:
             found = norm.norm_bwd(dy, s, w, mean, rstd, **options, **words, impl=impl)
             made = {name for name, t in found._asdict().items() if t is not None}
             assert made == {"dx", "dw", field}
-            for a, t in ((found.dx, plain.dx), (found.dw, plain.dw)):
-                assert_close_f64(a, t, 1e-13)
+            assert_close_or_none((found.dx, found.dw), (plain.dx, plain.dw), 1e-13)
 
 
 @IMPLS
@@ -226,11 +209,8 @@ def test_sums_over_tokens_are_of_what_is_not_rounded(wide, layer, impl, monkeypa
     found = norm.norm_bwd(dy, s, w, mean, rstd, ds=ds, **options, impl=impl)
     truth = norm.norm_bwd(*exact, ds=ds.double(), **options, impl="torch")
     assert found.dx.dtype == BF16
-    sums = [(a, t) for a, t in zip(found[2:], truth[2:], strict=True) if t is not None]
-    for a, t in sums:
-        assert a.dtype == F32
-        assert_close_f64(a, t, 1e-5)
-    assert len(sums) == 2 + layer
+    assert_close_or_none(found[2:], truth[2:], 1e-5)
+    assert [t.dtype for t in found[2:] if t is not None] == [F32] * (2 + layer)
 
 
 @LAYER
@@ -247,7 +227,4 @@ def test_sums_start_from_zero_whatever_memory_held(width, layer, monkeypatch) ->
     monkeypatch.setattr(torch, "empty", lambda *a, **how: empty(*a, **how).fill_(torch.nan))
     found = norm.norm_fwd(x, w, b, **given, impl="triton")
     back = norm.norm_bwd(dy, s, w, mean, rstd, **wanted, x_bias=True, impl="triton")
-    for a, t in zip((*found, *back), (*want, *truth), strict=True):
-        assert (a is None) == (t is None)
-        if t is not None:
-            assert_close_f64(a, t, 1e-12)
+    assert_close_or_none((*found, *back), (*want, *truth), 1e-12)

@@ -3,6 +3,7 @@ dispatch modes that see them."""
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from typing import NamedTuple
@@ -107,13 +108,13 @@ DIRECT = Op("test_direct", _run, _fake, records=RECORDS, direct=True)
 
 def test_gradients_come_through_records_with_tensors_in_them() -> None:
     x, y = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    for offset in (None, torch.randn(3, dtype=torch.float64)):
-        for other in (None, y):
-            z = AFFINE(x, Scale(2.5, (Inner(0, "a"),), offset), other)
-            parts = [x * 2.5, *(t for t in (offset, other) if t is not None)]
-            assert_close_f64(z, sum(parts), 1e-15)
-            (dx,) = torch.autograd.grad(z.sum(), x)
-            assert_close_f64(dx, torch.full_like(x, 2.5), 1e-15)
+    offsets = (None, torch.randn(3, dtype=torch.float64))
+    for offset, other in itertools.product(offsets, (None, y)):
+        z = AFFINE(x, Scale(2.5, (Inner(0, "a"),), offset), other)
+        parts = [x * 2.5, *(t for t in (offset, other) if t is not None)]
+        assert_close_f64(z, sum(parts), 1e-15)
+        (dx,) = torch.autograd.grad(z.sum(), x)
+        assert_close_f64(dx, torch.full_like(x, 2.5), 1e-15)
 
 
 def test_compilers_see_one_operator_and_the_numbers_of_a_record_stay_symbols() -> None:
@@ -135,9 +136,8 @@ def test_compilers_see_one_operator_and_the_numbers_of_a_record_stay_symbols() -
     for n in (3, 4, 5, 6):
         assert compiled(torch.zeros(2), n).tolist() == [n, n]
     assert len(graphs) == 2  # the first, and one for every n
-    assert torch.ops.warpweave.test_shift.default in graphs[-1] or (
-        torch.ops.warpweave.test_shift in graphs[-1]
-    )
+    packet = torch.ops.warpweave.test_shift
+    assert packet.default in graphs[-1] or packet in graphs[-1]
 
 
 class _Heard(TorchDispatchMode):
@@ -207,30 +207,22 @@ OF_LISTS = Op("test_of_lists", _sum_of, lambda parts, *_: parts[0] + 0, records=
 
 def test_tensors_in_lists_and_records_are_seen_and_a_record_may_be_none() -> None:
     x, y, offset = torch.ones(2), torch.full((2,), 5.0), torch.zeros(2)
-    for scale in (None, Scale(3.0, (), None), Scale(3.0, (), offset)):
-        for other in (None, y):
-            given = [x, y], scale, other
-            found = OF_LISTS.nested(OF_LISTS.flattened(given))
-            assert found == list(given)
-            flat = OF_LISTS.operator(*OF_LISTS.flattened(given))
-            assert torch.equal(flat, OF_LISTS(*given))
-            assert torch.equal(flat, 6 * (1 if scale is None else 3) * x + (5 if other is y else 0))
+    scales = (None, Scale(3.0, (), None), Scale(3.0, (), offset))
+    for scale, other in itertools.product(scales, (None, y)):
+        given = [x, y], scale, other
+        assert OF_LISTS.nested(OF_LISTS.flattened(given)) == list(given)
+        flat = OF_LISTS.operator(*OF_LISTS.flattened(given))
+        assert torch.equal(flat, OF_LISTS(*given))
+        assert torch.equal(flat, 6 * (1 if scale is None else 3) * x + (5 if other is y else 0))
     wanted = torch.ones(2, requires_grad=True)
-    of_each = (
-        ([x, wanted], None, None),
-        ([x], Scale(3.0, (), wanted), None),
-        ([x], None, wanted),
-    )
+    of_each = (([x, wanted], None, None), ([x], Scale(3.0, (), wanted), None), ([x], None, wanted))
     for given in of_each:
         with pytest.raises(RuntimeError, match="no autograd formula"):
             OF_LISTS(*given).sum().backward()
     seen.clear()
     nowhere = torch.ones(2, device="meta")
-    for given in (
-        ([nowhere, nowhere], None, None),
-        ([x.to("meta")], Scale(1.0, (), nowhere), None),
-    ):
-        assert OF_LISTS(*given).is_meta
+    assert OF_LISTS([nowhere, nowhere], None, None).is_meta
+    assert OF_LISTS([x.to("meta")], Scale(1.0, (), nowhere), None).is_meta
     assert not seen, "`fake` answers"
 
 

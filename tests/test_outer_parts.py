@@ -22,10 +22,7 @@ NAN = float("nan")
 
 
 def _unit(
-    mesh: ConnectedMesh,
-    *shapes: tuple[int, ...],
-    zero: int = 0,
-    dtype: torch.dtype = torch.float64,
+    mesh: ConnectedMesh, *shapes: tuple[int, ...], zero: int = 0, dtype: torch.dtype = torch.float64
 ) -> Unit:
     """Make parameters p0, p1, ... of zeros."""
     params = [
@@ -66,12 +63,9 @@ def test_an_outer_rule_out_of_range_is_refused(call, words) -> None:
 
 
 OUTER = [
-    OuterRule(1),
-    OuterRule(5, delay=4),
-    OuterRule(6, fragments=3, delay=1, warmup=4),
-    OuterRule(12, fragments=3, delay=2, warmup=1),
-    OuterRule(6, fragments=6),
-]
+    OuterRule(1), OuterRule(5, delay=4), OuterRule(6, fragments=3, delay=1, warmup=4),
+    OuterRule(12, fragments=3, delay=2, warmup=1), OuterRule(6, fragments=6),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", OUTER, ids=str)
@@ -191,8 +185,6 @@ def _low(mesh: ConnectedMesh, zero: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_parameters_follow_the_global_weights_and_an_outer_step(
-    zero: int,
-) -> None:
+def test_parameters_follow_the_global_weights_and_an_outer_step(zero: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         on_mesh(Mesh(outer=2, dp=2), _low, zero, dtype)

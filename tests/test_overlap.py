@@ -1,10 +1,12 @@
 """Overlapped products: virtual ranks in one process, and real ones over shared memory."""
 
 import dataclasses
+import itertools
 import os
 import random
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -15,17 +17,14 @@ import torch.distributed as dist
 from close import assert_close_f64, relative_error
 from guarded import guarded
 from ranks import run_ranks
+from refused import check
 from triton.runtime.interpreter import interpreter_builder
 
 from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm import fused_gemm, gemm
 from warpweave.kernels.gemm.epilogue import Epilogue
 from warpweave.kernels.gemm.mainloop import find_tile
-from warpweave.kernels.overlap import (
-    all_gather_gemm,
-    gemm_all_reduce,
-    gemm_reduce_scatter,
-)
+from warpweave.kernels.overlap import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from warpweave.kernels.overlap import function as overlap_function
 from warpweave.kernels.overlap.function import (
     all_gather_gemm_steps,
@@ -190,10 +189,8 @@ def test_epilogues_are_those_of_the_fused_product(dtype, activation):
     M, N, K = 19, 24, 37
     a, b, bias = torch.randn(M, K).to(dtype), torch.randn(K, N).to(dtype), torch.randn(N).to(dtype)
     width = N // 2 if activation == "swiglu" else N
-    options = {"drop": Drop(0.3, 5, 2, torch.arange(7, 7 + M)), "residual": torch.randn(M, width)}
-    options["residual"] = options["residual"].to(dtype)
-    wide = torch.zeros(2 * M, 3 * width, dtype=dtype)  # rows and columns are not adjacent
-    options["residual"] = wide[::2, ::3].copy_(options["residual"])
+    wide = torch.randn(2 * M, 3 * width).to(dtype)  # rows and columns are not adjacent
+    options = {"drop": Drop(0.3, 5, 2, torch.arange(7, 7 + M)), "residual": wide[::2, ::3]}
     save = activation is not None
     plain = fused_gemm(a, b, bias, activation=activation, save_z=save, impl="triton", **options)
     y, z, whole = _alone(all_gather_gemm, a, b, bias, activation=activation, save_z=save, **options)
@@ -276,15 +273,12 @@ def test_an_empty_operation_is_no_epoch():
 
 
 def test_a_rank_that_never_comes_is_named():
-    memory, _ = local_memory(2, slots=4, capacity=1 << 10, polls=3)
-    a, b = torch.zeros(4, 2), torch.zeros(2, 3)
     where = "on rank 0 of 2, operation 1 on this symmetric memory"
     gone = f"{where}: timed out after 3 polls for part 0 from rank 1; check"
-    with pytest.raises(TimeoutError, match=f"gemm_reduce_scatter {gone}"):
-        gemm_reduce_scatter(a, b, memory=memory)
-    memory, _ = local_memory(2, slots=4, capacity=1 << 10, polls=3)
-    with pytest.raises(TimeoutError, match=f"all_gather_gemm {gone}"):
-        all_gather_gemm(a, b, memory=memory)
+    for op in (gemm_reduce_scatter, all_gather_gemm):
+        memory, _ = local_memory(2, slots=4, capacity=1 << 10, polls=3)
+        with pytest.raises(TimeoutError, match=f"{op.__name__} {gone}"):
+            op(torch.zeros(4, 2), torch.zeros(2, 3), memory=memory)
 
 
 D, F = torch.float64, torch.float32
@@ -345,19 +339,15 @@ def test_processes_with_shards_of_different_length_tell_each_other():
 
 @pytest.mark.parametrize("name", [*OPERATIONS, "what nobody knows"])
 def test_a_signature_is_read_as_it_was_written(name):
-    for rows, columns, part in (
-        (1, 1, (16, 1)),
-        (2**20 - 1, 128, (256, 128)),
-        (7, 2**19, (64, 32)),
-    ):
-        for dtype in DTYPES:
-            signature = Signature(name, rows, columns, dtype, part)
-            word = signature.word()
-            assert 0 < word < 2**63
-            longer = signature._replace(rows=rows + 2**20, columns=columns + 2**22)
-            assert longer.word() == word  # sizes are modulo 2^20
-            known = name if name in OPERATIONS else "another operation"
-            assert Signature.of(word) == signature._replace(name=known)
+    known = name if name in OPERATIONS else "another operation"
+    sizes = (1, 1, (16, 1)), (2**20 - 1, 128, (256, 128)), (7, 2**19, (64, 32))
+    for (rows, columns, part), dtype in itertools.product(sizes, DTYPES):
+        signature = Signature(name, rows, columns, dtype, part)
+        word = signature.word()
+        assert 0 < word < 2**63
+        longer = signature._replace(rows=rows + 2**20, columns=columns + 2**22)
+        assert longer.word() == word  # sizes are modulo 2^20
+        assert Signature.of(word) == signature._replace(name=known)
 
 
 def test_after_one_wait_in_vain_none_is_long(monkeypatch):
@@ -366,10 +356,9 @@ def test_after_one_wait_in_vain_none_is_long(monkeypatch):
     monkeypatch.setattr(
         interpreter_builder, "create_atomic_rmw", lambda *args: looks.append(0) or atomic(*args)
     )
-    with pytest.raises(
-        TimeoutError, match="timed out after 100 polls for part 0 from rank 1; check"
-    ):
-        gemm_reduce_scatter(torch.zeros(66, 2), torch.zeros(2, 33), memory=memory)
+    a, b, words = torch.zeros(66, 2), torch.zeros(2, 33), "timed out after 100 polls for part 0 "
+    with pytest.raises(TimeoutError, match=words + "from rank 1; check"):
+        gemm_reduce_scatter(a, b, memory=memory)
     tiles = 3 * 2  # at most, with 16 rows and 32 columns
     waits, published = 2 * 4 * tiles, 2 * tiles  # quarters of a tile, from two ranks each
     assert 100 < len(looks) <= 101 + waits + published
@@ -379,20 +368,16 @@ def test_only_an_operation_that_has_begun_is_remembered_as_ended_midway():
     memory, _ = local_memory(2, slots=4, capacity=1 << 10, polls=3)
     a, b = torch.zeros(4, 2), torch.zeros(2, 3)
     for op in (gemm_reduce_scatter, gemm_all_reduce, all_gather_gemm):
-        with pytest.raises(ValueError, match="need a"):
-            op(a, b.t(), memory=memory)
-        with pytest.raises(
-            ValueError, match=r"needs \d+ parts and .* this memory has 4 parts and 1024 bytes"
-        ):
-            op(torch.zeros(256, 2), torch.zeros(2, 64), memory=memory)
+        check(partial(op, a, b.t(), memory=memory), "need a")
+        words = r"needs \d+ parts and .* this memory has 4 parts and 1024 bytes"
+        check(partial(op, torch.zeros(256, 2), torch.zeros(2, 64), memory=memory), words)
     assert memory.left == []
     with pytest.raises(TimeoutError):
         gemm_all_reduce(a, b, memory=memory)
     assert memory.left == ["gemm_all_reduce"]
     memory.leave("another one")
-    first = r"gemm_reduce_scatter on rank 0 of 2: an error ended gemm_all_reduce midway"
-    with pytest.raises(ValueError, match=first):
-        gemm_reduce_scatter(a, b, memory=memory)
+    first = "gemm_reduce_scatter on rank 0 of 2: an error ended gemm_all_reduce midway"
+    check(lambda: gemm_reduce_scatter(a, b, memory=memory), first)
 
 
 def test_operation_calls_leave_on_an_error_after_its_first_launch():
@@ -403,13 +388,13 @@ def test_operation_calls_leave_on_an_error_after_its_first_launch():
             raise error
         return launches
 
-    for error in (TimeoutError("late"), ValueError("another"), KeyboardInterrupt()):
-        for launches in (0, 1, 2):
-            memory = mock.Mock()
-            with pytest.raises(type(error)):
-                run_steps("it", steps(launches, error), memory)
-            assert memory.mock_calls == [mock.call.leave("it")] * (launches > 0)
-    for error in (TimeoutError("late"), ValueError("another")):
+    errors = TimeoutError("late"), ValueError("another"), KeyboardInterrupt()
+    for error, launches in itertools.product(errors, (0, 1, 2)):
+        memory = mock.Mock()
+        with pytest.raises(type(error)):
+            run_steps("it", steps(launches, error), memory)
+        assert memory.mock_calls == [mock.call.leave("it")] * (launches > 0)
+    for error in errors[:2]:
         memory = mock.Mock(**{"settle.side_effect": error})
         with pytest.raises(type(error)):
             run_steps("it", steps(2), memory)
@@ -452,18 +437,15 @@ def test_memory_fits_up_to_its_last_part_and_byte_and_only_on_its_device():
     for slots, size in ((7, 1024), (0, 0), (7, 0), (0, 1024)):
         assert memory.fitting("it", here, slots, size) is memory
     for slots, size in ((8, 1024), (7, 1025), (8, 0), (0, 1025)):
-        needs = (
-            f"it on rank 1 of 2 needs {slots} parts and {size} bytes of .*, but this memory has 7 "
-            "parts and 1024 bytes$"
-        )
-        with pytest.raises(ValueError, match=needs):
-            memory.fitting("it", here, slots, size)
+        needs = f"it on rank 1 of 2 needs {slots} parts and {size} bytes of .*, "
+        words = f"{needs}but this memory has 7 parts and 1024 bytes$"
+        check(partial(memory.fitting, "it", here, slots, size), words)
     there = SimpleNamespace(device=torch.device("cuda:0"))
     far = dataclasses.replace(memory, epoch=there)
     assert far.fitting("it", torch.device("cuda:0"), 7, 1024) is far
     for device in ("cuda:1", "cpu"):
-        with pytest.raises(ValueError, match=f"it: .* cuda:0, but tensors are on {device}$"):
-            far.fitting("it", torch.device(device), 7, 1024)
+        words = f"it: .* cuda:0, but tensors are on {device}$"
+        check(partial(far.fitting, "it", torch.device(device), 7, 1024), words)
 
 
 def test_a_wait_in_vain_and_another_operation_are_reported_with_all_numbers():
@@ -478,10 +460,8 @@ def test_a_wait_in_vain_and_another_operation_are_reported_with_all_numbers():
         where = f"gemm_reduce_scatter on rank 2 of 4, operation {epoch} on this symmetric memory"
         with pytest.raises(TimeoutError) as caught:
             memory.check()
-        late = (
-            "timed out after 9 polls for part 12 from rank 3; check whether that rank failed or is"
-        )
-        assert str(caught.value) == f"{where}: {late} late"
+        late = "timed out after 9 polls for part 12 from rank 3"
+        assert str(caught.value) == f"{where}: {late}; check whether that rank failed or is late"
         memory.error[3] = other.word()
         with pytest.raises(ValueError, match="this rank runs") as caught:
             memory.settle()
@@ -535,8 +515,6 @@ def test_an_operation_asks_for_its_parts_and_bytes_and_no_more(dtype):
         ):
             with pytest.raises(InterruptedError):
                 next(steps(x, b, memory, Epilogue()))
-            name = (
-                "gemm_all_reduce" if steps is two_shots else steps.__name__.removesuffix("_steps")
-            )
-            asked = name, torch.device("cpu"), slots, size
+            whole = gemm_all_reduce_steps if steps is two_shots else steps
+            asked = whole.__name__.removesuffix("_steps"), torch.device("cpu"), slots, size
             assert memory.fitting.call_args.args == asked

@@ -31,11 +31,7 @@ from warpweave.kernels.overlap.symmetric import create_file, map_file
 from warpweave.kernels.runtime.tiles import pinned
 from warpweave.parallel.symmetric import symmetric_memory
 
-OPS = {
-    "gather": all_gather_gemm,
-    "scatter": gemm_reduce_scatter,
-    "reduce": gemm_all_reduce,
-}
+OPS = {"gather": all_gather_gemm, "scatter": gemm_reduce_scatter, "reduce": gemm_all_reduce}
 ROUNDS = {2: 20, 3: 8}  # of each operation, by number of ranks
 SHAPES = ((1, 1, 1), (3, 5, 2), (7, 32, 3), (16, 3, 5), (2, 38, 1), (20, 6, 3))  # S, N, K
 
@@ -227,17 +223,13 @@ def _one_is_last(rank: int, ops: list[str], folder: Path, edits: list, last: int
 PARITY = FAULTS["no parity"][1:]
 BY_TIME = {
     name: (FAULTS[name][0], [FAULTS[name][1:]])
-    for name in (
-        "a wait removed",
-        "no barrier before a release",
-        "a relaxed release",
-        "one flag for all tiles",
-    )
+    for name in ("a wait removed", "no barrier before a release", "a relaxed release",
+                 "one flag for all tiles")
 } | {
     **{f"no parity in a {op}": (op, [PARITY]) for op in OPS},
     "an asynchronous store published": ("scatter", [FAULTS["an asynchronous store published"][1:]]),
     "a replay that repeats its epoch": ("scatter", [("scatter", "    memory.advance()\n", "")]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BY_TIME)

@@ -29,26 +29,16 @@ def _gather(module, world, memory, S, N, K):
     return module.gather_steps(x, b, memory, Epilogue()), (x, b)
 
 
-def _scatter(module, world, memory, S, N, K):
-    a = torch.randn(world * S, K, dtype=torch.float64)
-    b = torch.randn(K, N, dtype=torch.float64)
-    return _sums(module, a, b, memory, world)
-
-
-def _reduce(module, world, memory, S, N, K):
-    a, b = torch.randn(S, K, dtype=torch.float64), torch.randn(K, N, dtype=torch.float64)
-    return _sums(module, a, b, memory, 1)
-
-
-def _sums(module, a, b, memory, owners):
+def _scatter(module, owners, memory, S, N, K):
+    a, b = torch.randn(owners * S, K, dtype=torch.float64), torch.randn(K, N, dtype=torch.float64)
     return module.scatter_steps(a, b, memory, Epilogue(), owners=owners, name="sums"), (a, b)
 
 
-OPS = {
-    "gather": (_gather, gather),
-    "scatter": (_scatter, scatter),
-    "reduce": (_reduce, scatter),
-}
+def _reduce(module, world, memory, S, N, K):
+    return _scatter(module, 1, memory, S, N, K)
+
+
+OPS = {"gather": (_gather, gather), "scatter": (_scatter, scatter), "reduce": (_reduce, scatter)}
 
 
 def record(names, world, modules=None, sizes=ONE_TILE, *, beside=4, **options):
@@ -90,13 +80,9 @@ def _recorded(names, world, modules, sizes, streams=1, between=None):
 @pytest.mark.parametrize(
     ("names", "world", "residents"),
     [
-        (("gather",) * 3, 2, 9),
-        (("scatter",) * 3, 2, 2),
-        (("reduce",) * 3, 2, 2),
+        *(((op,) * 3, 2, 9 if op == "gather" else 2) for op in OPS),
         (("gather", "scatter", "gather", "reduce"), 2, 2),
-        (("gather",) * 3, 3, 1),
-        (("scatter",) * 3, 3, 1),
-        (("reduce",) * 3, 3, 1),
+        *(((op,) * 3, 3, 1) for op in OPS),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
 )
@@ -125,20 +111,6 @@ def test_every_part_of_a_shard_is_waited_for_where_there_are_several(op):
     assert races(record([op], 2, sizes=MORE)) == []
 
 
-def test_programs_that_wait_are_one_at_least_and_no_more_than_there_is_work(monkeypatch):
-    device = torch.device("cpu")
-    for many, parts, waiting in (
-        (CTAS + 3, 9, 3), (CTAS + 3, 3, 3), (CTAS + 3, 2, 2), (CTAS + 1, 9, 1), (CTAS, 9, 1),
-        (1, 9, 1),
-    ):  # fmt: skip
-        monkeypatch.setattr(gather, "processors", lambda device, many=many: many)
-        assert gather.waiting_programs(parts, device) == waiting
-        for copying in (0, 1, 2, 4):  # next to the copiers, at least one for the tiles
-            (programs,) = gather.Peers((), (1, copying, 1), copying).grid(parts - 1, device)
-            room = max(1, many - CTAS)
-            assert programs == max(min(copying + parts - 1, room), copying + 1)
-
-
 # ---------------------------------------------------------------- faults
 
 
@@ -147,9 +119,7 @@ ROOM = ("signals", "gather", "scatter")  # a file imports from earlier ones
 
 def planted(folder, *edits):
     """Load gather and scatter as new modules, with edits (file, old, new) of the room's files."""
-    texts = {}
-    for name in ROOM:
-        texts[name] = (Path(gather.__file__).parent / f"{name}.py").read_text()
+    texts = {name: (Path(gather.__file__).parent / f"{name}.py").read_text() for name in ROOM}
     for file, old, new in edits:
         assert texts[file].count(old) >= 1, f"the plant is out of date: {old!r} in {file}"
         texts[file] = texts[file].replace(old, new)

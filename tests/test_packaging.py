@@ -208,24 +208,19 @@ def test_the_pins_agree_with_each_other() -> None:
     constraints.txt; no index is named."""
     import re
 
-    lines = [
-        line
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if line and not line.startswith("#")
-    ]
-    pins = {}
-    for line in lines:
+    pins, text = {}, (ROOT / "constraints.txt").read_text()
+    for line in re.findall(r"^[^#\n].*$", text, re.MULTILINE):
         match = re.fullmatch(r'([\w.-]+)==([\w.]+)(; python_version >= "3\.11")?', line)
         assert match, f"no plain pin: {line!r}"
         name = match[1].lower().replace("_", "-")
         assert name not in pins, f"{name} is pinned twice"
         pins[name] = match[2]
-    exact = re.findall(r'"([\w.-]+)==([\w.]+)', (ROOT / "pyproject.toml").read_text())
+    project = (ROOT / "pyproject.toml").read_text()
+    exact = re.findall(r'"([\w.-]+)==([\w.]+)', project)
     assert exact
     assert {n.lower().replace("_", "-"): v for n, v in exact}.items() <= pins.items()
     assert (pins["torch"], pins["triton"]) == ("2.13.0", "3.7.1")
     assert tuple(map(int, pins["numpy"].split(".")))[:2] < (2, 4)
-    project = (ROOT / "pyproject.toml").read_text()
     [installed] = re.findall(r"^dependencies = \[\n(.*?)^\]", project, re.DOTALL | re.MULTILINE)
     bounds = re.findall(r'^    "([\w-]+)([^";]*)', installed, re.MULTILINE)
     assert {name for name, _ in bounds} >= {"torch", "triton", "numpy"}

@@ -3,6 +3,7 @@ memory, and messages of nested groups."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -32,20 +33,18 @@ def test_balanced_layout_chunks_have_at_least_128_rows_if_possible() -> None:
     fewest = {1: 2, 511: 2, 512: 4, 1023: 4, 1024: 8, 2047: 8, 2048: 16, 10**6: 16}
     for parts in (2, 3):
         for rows, chunks in fewest.items():
-            for length in (rows * parts, rows * parts + parts - 1):
-                assert chunks_of(length, parts, "balanced") == chunks, (rows, parts)
+            found = {chunks_of(rows * parts + more, parts, "balanced") for more in (0, parts - 1)}
+            assert found == {chunks}, (rows, parts)
         others = [chunks_of(4096, parts, kind) for kind in ("contiguous", "striped", "zigzag")]
         assert others == [1, 1, 2]
 
 
 def test_local_rows_are_the_fewest_that_hold_the_sequence_in_equal_chunks() -> None:
-    for seq_len in (0, 1, 7, 24, 25, 100):
-        for parts in (1, 2, 3):
-            for chunks in (1, 2, 4):
-                rows = local_rows(seq_len, parts, chunks)
-                assert rows % chunks == 0
-                assert rows * parts >= seq_len
-                assert (rows - chunks) * parts < seq_len or rows == 0
+    for given in itertools.product((0, 1, 7, 24, 25, 100), (1, 2, 3), (1, 2, 4)):
+        rows, (seq_len, parts, chunks) = local_rows(*given), given
+        assert rows % chunks == 0
+        assert rows * parts >= seq_len
+        assert (rows - chunks) * parts < seq_len or rows == 0
 
 
 # ---------------------------------------------------------------- buffers
@@ -59,10 +58,8 @@ def test_a_buffer_is_taken_again_only_for_its_shape_and_dtype() -> None:
     assert first.data_ptr() != other.data_ptr(), "both are in use"
     buffers.give_back(first, other)
     for shape, dtype in (((3, 2), torch.float32), ((6,), torch.float32), ((2, 3), torch.int32)):
-        assert buffers.take(shape, dtype, CPU).data_ptr() not in (
-            first.data_ptr(),
-            other.data_ptr(),
-        )
+        there = buffers.take(shape, dtype, CPU).data_ptr()
+        assert there not in (first.data_ptr(), other.data_ptr())
     again = [buffers.take(torch.Size((2, 3)), torch.float32, CPU) for _ in range(3)]
     assert {id(first), id(other)} == {id(x) for x in again[:2]}
     assert id(again[2]) not in {id(first), id(other)}
@@ -228,12 +225,8 @@ def test_all_to_alls_are_within_groups_and_hops_between_them(ranks, inner, overl
     steps = [_nested(rank, inner, ranks) for rank in range(ranks)]
     for rank, (taken, hopped) in enumerate(run_in_process(steps, inner=inner, overlap=overlap)):
         place, first = rank % inner, rank - rank % inner
-        expected = [
-            100.0 * (first + of) + place
-            for of in range(inner)
-            for _ in range(1 + (of + 2 * place) % 3)
-        ]
-        assert taken == expected
+        sizes = {100.0 * (first + of) + place: 1 + (of + 2 * place) % 3 for of in range(inner)}
+        assert taken == [x for x, size in sizes.items() for _ in range(size)]
         assert hopped == ([float((rank - inner) % ranks)] if ranks > inner else [0.0])
 
 
@@ -288,8 +281,7 @@ def test_who_waits_for_whom_is_told_of_receives_too() -> None:
         return torch.zeros(1)
 
     batches = [Batch([(x(), 2)], [(x(), 1)]), Batch([], [(x(), 0)]), Batch([(x(), 1)], [])]
-    words = (
-        r"rank 0 waits for ranks \[1, 2\]; rank 1 waits for ranks \[0\]; rank 2 waits for ranks "
-    )
-    with pytest.raises(RuntimeError, match=rf"^deadlock: {words}\[1\]$"):
+    waits = {0: r"\[1, 2\]", 1: r"\[0\]", 2: r"\[1\]"}
+    words = "; ".join(f"rank {rank} waits for ranks {others}" for rank, others in waits.items())
+    with pytest.raises(RuntimeError, match=f"^deadlock: {words}$"):
         run_in_process([steps(batch) for batch in batches])

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
+from refused import check
 from rules import over_group, rulecheck
 from sharded import draw, world
 from sharded_ops import LENGTH, NARROW, QKV, B, table
@@ -29,9 +31,8 @@ def _empty(rank: int) -> None:
         turn = rope_table(torch.arange(shape[1]), 4, dtype=torch.float64)
         for angles in ((None, None), turn):
             x.grad = weight.grad = None
-            q, k, v = parallel_qkv_rope(
-                x, weight, None, *angles, shape=shape, group=group, impl=impl
-            )
+            how = {"shape": shape, "group": group, "impl": impl}
+            q, k, v = parallel_qkv_rope(x, weight, None, *angles, **how)
             assert q.shape == k.shape == v.shape == (*shape, 1, 4)
             (q.sum() + k.sum() + v.sum()).backward()
             assert x.grad.shape == x.shape
@@ -51,20 +52,16 @@ def _refused(rank: int) -> None:
     name = f"parallel_qkv_rope on rank {rank}: "
     for arguments, change, words in (
         ((x, weight, bias), {"shape": (B, 5)}, name + r"expected x.* R = 1 \(the number of ranks"),
-        (
-            (x, weight, bias),
-            {"sequence_parallel": True},
-            name + r"expected x.* R = 2 \(the number of ranks",
-        ),
+        ((x, weight, bias), {"sequence_parallel": True},
+         name + r"expected x.* R = 2 \(the number of ranks"),
         ((x[:, :6], weight, bias), {}, r"need x\[B, S, E\]"),
         ((x, weight.flatten(0, 2), bias), {}, "need x"),
         ((x, weight, bias[1:]), {}, "bias must be"),
         ((x.float(), weight, bias), {}, name + "dtypes differ"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            parallel_qkv_rope(*arguments, *table(4), **(options | change))
-    with pytest.raises(ValueError, match="a rotary embedding needs an even head_dim, got 1"):
-        parallel_qkv_rope(x, weight[:, :, :1], None, *table(4), **options)
+    ):  # fmt: skip
+        check(partial(parallel_qkv_rope, *arguments, *table(4), **options | change), words)
+    odd = partial(parallel_qkv_rope, x, weight[:, :, :1], None, *table(4), **options)
+    check(odd, "a rotary embedding needs an even head_dim, got 1")
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:

@@ -10,11 +10,14 @@ import dataclasses
 import functools
 import json
 import shutil
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from refused import check, one_line
+from test_train import _trainer
 from threads import run_threads
 from torch import Tensor
 from torch.func import functional_call
@@ -22,7 +25,6 @@ from torch.func import functional_call
 from warpweave.checkpoint import CheckpointError, open_latest
 from warpweave.kernels.runtime.wgrad import WeightGradients, accumulate
 from warpweave.launch.interrupt import Interrupt
-from warpweave.launch.session import Session
 from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.model.engine import Engine
 from warpweave.model.gpt import GPT
@@ -30,7 +32,7 @@ from warpweave.parallel.collectives import Pending
 from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, NAdamW, Piece
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.data.parameters import FlatParameters
-from warpweave.parallel.mesh import Mesh
+from warpweave.parallel.mesh import ConnectedMesh, Mesh
 from warpweave.parallel.schedule import (
     FAMILIES,
     leave_open,
@@ -45,7 +47,6 @@ from warpweave.parallel.schedule import (
 from warpweave.parallel.simulate import simulate
 from warpweave.plan.memory import TrainingStep, estimate
 from warpweave.train.options import GPTOverrides, TrainConfig
-from warpweave.train.trainer import Trainer
 
 NAMES = ("pipedream", "pipedream-vs", "pipedream-2bw")
 
@@ -78,10 +79,8 @@ def test_forwards_read_the_versions_of_the_papers() -> None:
         assert _reads(pipedream_2bw(3, 3, 4), s) == [0] * 6 + [1] * 3 + [2] * 3
     updates = [[a.ver for a in row if a.op == "UPDATE"] for row in pipedream_2bw(2, 3, 4)]
     assert updates == [[1, 2, 3, 4]] * 2
-    with pytest.raises(ValueError, match=r"needs m >= p micro-batches per update, got m=2 p=3"):
-        pipedream_2bw(3, 2, 4)
-    with pytest.raises(ValueError, match=r"PipeDream needs p >= 1 .* got p=2 m=0"):
-        pipedream(2, 0)
+    check(lambda: pipedream_2bw(3, 2, 4), "needs m >= p micro-batches per update, got m=2 p=3")
+    check(lambda: pipedream(2, 0), r"PipeDream needs p >= 1 .* got p=2 m=0")
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
@@ -95,18 +94,14 @@ def test_runs_repeat_a_pass_and_keep_as_many_versions_as_the_papers(name: str, p
             run = leave_open(with_reduce(variant), m)
             assert run.updates == (1 if name == "pipedream-2bw" else m)
             assert run.ahead == -(-(p - 1) // m)
-            delays = {
-                "pipedream": tuple(range(p))[::-1],
-                "pipedream-vs": (p - 1,) * p,
-                "pipedream-2bw": (1,) * p,
-            }
-            assert run.staleness == delays[name]
+            delays = tuple(_delay(name, p, s) for s in range(p))
+            assert run.staleness == delays
             done = [a for row in run.steady for a in row if a.op in ("B", "W")]
             assert len(done) == p * m == len({a._replace(ver=0) for a in done})
             begun = [len([a for a in row if a.op == "F"]) for row in run.fill]
             assert begun == [p - 1 - s for s in range(p)]
         versions = simulate(lists, {"F": 1, "B": 2}).versions
-        assert versions == tuple(delay + 1 for delay in delays[name])
+        assert versions == tuple(delay + 1 for delay in delays)
 
 
 def test_pipedream_idles_at_the_ends_of_the_run_only() -> None:
@@ -121,30 +116,21 @@ def test_wrong_versions_are_refused() -> None:
     def changed(ver: int, *cells: str):
         return [[a._replace(ver=ver) if str(a) in cells else a for a in row] for row in lists]
 
-    lists = pipedream(2, 6)
-    validate(with_comm(lists), staleness=1)
-    words = (
-        r"applies the gradient of 0B1, which is 1 weight version old; the limit \(staleness\) is 0$"
-    )
-    with pytest.raises(ValueError, match=words):
-        validate(lists)
-    with pytest.raises(ValueError, match="0F3@4 reads version 4, but the newest version is 2"):
-        validate(changed(4, "0F3@2", "0B3@2"), staleness=1)
+    lists, once = pipedream(2, 6), partial(validate, staleness=1)
+    once(with_comm(lists))
+    words = "applies the gradient of 0B1, which is 1 weight version old; the limit "
+    check(lambda: validate(lists), rf"{words}\(staleness\) is 0$")
+    words = "0F3@4 reads version 4, but the newest version is 2"
+    check(lambda: once(changed(4, "0F3@2", "0B3@2")), words)
     words = "0B3@1 uses version 1 of the weights, but the F of the same micro-batch read version 2"
-    with pytest.raises(ValueError, match=words):
-        validate(changed(1, "0B3@2"), staleness=1)
+    check(lambda: once(changed(1, "0B3@2")), words)
     words = "0UPDATE@9 produces version 9 of the weights right after version 2; versions must"
-    with pytest.raises(ValueError, match=words):
-        validate(changed(9, "0UPDATE@3"), staleness=1)
+    check(lambda: once(changed(9, "0UPDATE@3")), words)
     split = split_backward(pipedream_2bw(2, 3, 2))
     dropped = [[a for a in row if str(a) != "1W1"] for row in split]
-    with pytest.raises(ValueError, match="stage 1 micro-batch 1 has 1 F, 0 B, 1 I and 0 W"):
-        validate(dropped, staleness=1)
-    with pytest.raises(
-        ValueError,
-        match="no two consecutive passes are the same among the 2 passes of 3 micro-batches each",
-    ):
-        leave_open(pipedream(2, 6), 3)
+    check(lambda: once(dropped), "stage 1 micro-batch 1 has 1 F, 0 B, 1 I and 0 W")
+    words = "no two consecutive passes are the same among the 2 passes of 3 micro-batches each"
+    check(lambda: leave_open(pipedream(2, 6), 3), words)
 
 
 # ----------------------------------------------------------------------------- training
@@ -170,6 +156,11 @@ def _data(step: int, m: int, dp: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     labels[torch.rand(shape, generator=draw) < 0.3] = -100
     count = dp * m * SIZE
     return tokens, labels, step * count + torch.arange(count).view(shape[:3])
+
+
+def _mine(mesh: ConnectedMesh, m: int, step: int) -> list[Tensor]:
+    """Return the part of this data rank."""
+    return [x[mesh.index("dp")] for x in _data(step, m, mesh.size("dp"))]
 
 
 def _delay(name: str, p: int, s: int) -> int:
@@ -224,12 +215,8 @@ def _delayed(
             valid = (labels[:, part] != -100).sum().clamp(min=1).to(dtype)
             of_update = []
             for r in range(dp):
-                old = {
-                    n: history[max(0, t - _delay(name, p, _stage(n, p)))][n].clone()
-                    for n in history[0]
-                }
-                for w in old.values():
-                    w.requires_grad_()
+                at = {n: max(0, t - _delay(name, p, _stage(n, p))) for n in history[0]}
+                old = {n: history[at[n]][n].clone().requires_grad_() for n in history[0]}
                 share, sums = [], {w: torch.empty_like(w) for w in old.values()}
                 for mb in range(part.start, part.stop):
                     batch = gpt.micro_batch(
@@ -278,11 +265,7 @@ def _train(rank: int, sizes: Mesh, name: str, m: int, **options):
     mesh = sizes.connect()
     engine = _engine(mesh, name, m, **options)
     engine._cold = sizes.pp == 3  # as on a GPU: stages run once before the first message
-
-    def mine(step: int):
-        return [x[mesh.index("dp")] for x in _data(step, m, sizes.dp)]
-
-    ahead = engine.passes.ahead
+    mine, ahead = partial(_mine, mesh, m), engine.passes.ahead
     for step in range(ahead):
         engine.feed(*mine(step), key=step)
     results = [
@@ -325,15 +308,11 @@ CASES = {
     "p4 2bw": ("pipedream-2bw", Mesh(pp=4), 4, {"recompute": "full"}),
     "p2 2bw muon": ("pipedream-2bw", Mesh(pp=2), 2, {"rule": "muon"}),
     "p2 dp2 zero 1": ("pipedream", Mesh(pp=2, dp=2), 2, {"zero": 1}),
-    "p2 dp2 zero 1 muon": (
-        "pipedream",
-        Mesh(pp=2, dp=2),
-        2,
-        {"zero": 1, "rule": "muon", "recompute": "full"},
-    ),
+    "p2 dp2 zero 1 muon": ("pipedream", Mesh(pp=2, dp=2), 2,
+                           {"zero": 1, "rule": "muon", "recompute": "full"}),
     "p2 dp2 zero 2": ("pipedream", Mesh(pp=2, dp=2), 2, {"zero": 2}),
     "p2 dp2 2bw zero 1": ("pipedream-2bw", Mesh(pp=2, dp=2), 3, {"zero": 1}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -365,9 +344,7 @@ def test_the_delays_and_the_versions_show() -> None:
 def _resumed(rank: int, sizes: Mesh, name: str, m: int) -> tuple[list[float], dict[str, Tensor]]:
     """Run two steps with one engine, and the others with a second one that loads its state."""
     mesh = sizes.connect()
-
-    def mine(step: int):
-        return [x[mesh.index("dp")] for x in _data(step, m, sizes.dp)]
+    mine = partial(_mine, mesh, m)
 
     def run(engine: Engine, steps: range) -> list[float]:
         ahead = engine.passes.ahead
@@ -433,11 +410,10 @@ def test_steps_need_the_data_of_those_that_have_begun() -> None:
     def wrong(rank: int) -> None:
         engine = _engine(Mesh(pp=2).connect(), "pipedream", 2)
         given = [x[0] for x in _data(0, 2)]
-        with pytest.raises(ValueError, match=r"needs 4 micro-batches that were fed .*, got 2"):
-            engine.step(*given, lr=0.1)
+        step = partial(engine.step, *given)
+        check(partial(step, lr=0.1), "needs 4 micro-batches that were fed .*, got 2")
         for more in ({"lr": None}, {"lr": 0.1, "halted": torch.ones(())}):
-            with pytest.raises(ValueError, match="`lr` is required and `halted` must be None"):
-                engine.step(*given, **more)
+            check(partial(step, **more), "`lr` is required and `halted` must be None")
 
     run_threads(2, wrong)
 
@@ -461,7 +437,7 @@ def test_what_needs_all_stages_at_once_is_refused(what: dict, words: str) -> Non
     config = dataclasses.replace(CONFIG, tied=what.get("tied", False))
     with pytest.raises(ValueError, match=words) as error:
         Engine(config, Mesh(pp=what.get("pp", 1)).seen_from(0), plan, **{"clip": None} | engine)
-    assert "\n" not in str(error.value)
+    one_line(error)
 
 
 # ----------------------------------------------------------------------------- the trainer
@@ -476,11 +452,6 @@ def _config(out, **changes) -> TrainConfig:
     return TrainConfig(
         **{"overrides": small, "out": out, "data": text, "save_every": 3} | own | rest | changes
     )
-
-
-def _trainer(config: TrainConfig, interrupt: Interrupt | None = None) -> Trainer:
-    session = Session(torch.device("cpu"), 0, 1, None, 60.0, config.mesh)
-    return Trainer(config, session, interrupt)
 
 
 def _rows(config: TrainConfig) -> list[dict]:
@@ -498,7 +469,7 @@ def test_the_trainer_goes_on_from_versions_and_from_an_interrupt(tmp_path) -> No
 
     interrupt = Interrupt()
     stopped = dataclasses.replace(config, out=tmp_path / "stopped")
-    trainer = _trainer(stopped, interrupt)
+    trainer = _trainer(stopped, interrupt=interrupt)
     begin = trainer._begin
 
     def interrupted(step, *before):
@@ -515,23 +486,23 @@ def test_the_trainer_goes_on_from_versions_and_from_an_interrupt(tmp_path) -> No
     assert all(torch.equal(last[0].tensor(n), last[1].tensor(n)) for n in last[0].names)
     assert [r for r in _rows(stopped) if "loss" in r] == trained
 
+    other = _config(stopped.out, resume=True, plan=ParallelPlan(microbatches=2))
     with pytest.raises(
         CheckpointError, match=r"schedule .*pipedream-2bw.*, but this run uses 1f1b; "
     ):
-        _trainer(_config(stopped.out, resume=True, plan=ParallelPlan(microbatches=2)))
+        _trainer(other)
     plain = _config(tmp_path / "plain", plan=ParallelPlan(microbatches=2), steps=3)
     _trainer(plain).run()
     shutil.copytree(plain.out, tmp_path / "on")
     trainer = _trainer(_config(tmp_path / "on", resume=True))
-    both = (
+    newest, older = (  # the checkpoint's weights become both
         {r.name: w.clone() for r, w, _ in trainer.engine.read(k)} for k in ("param", "version1")
     )
-    newest, older = both  # the checkpoint's weights become both
     assert newest.keys() == older.keys()
     assert all(torch.equal(newest[n], older[n]) for n in newest)
     trainer.run()
-    with pytest.raises(ValueError, match=r"clip = 1.0, which uses the gradient norm over all"):
-        _config(tmp_path / "x", clip=1.0).check()
+    wrong = _config(tmp_path / "x", clip=1.0)
+    check(wrong.check, "clip = 1.0, which uses the gradient norm over all")
 
 
 def test_a_timeline_is_written_or_missed(tmp_path, capsys) -> None:
@@ -542,20 +513,16 @@ def test_a_timeline_is_written_or_missed(tmp_path, capsys) -> None:
     assert json.loads(config.timeline.read_text())["traceEvents"]
     assert "was not written" not in capsys.readouterr().err
     _trainer(dataclasses.replace(config, resume=True)).run()
-    assert (
-        "t.json was not written: this process did not run the last step, 2"
-        in capsys.readouterr().err
-    )
+    words = "t.json was not written: this process did not run the last step, "
+    assert f"{words}2" in capsys.readouterr().err
     with pytest.raises(OSError, match="text"):
         dataclasses.replace(config, timeline=tmp_path / "text" / "t.json").check()
     interrupt = Interrupt()
-    stopped = _trainer(_config(tmp_path / "b", steps=9, timeline=config.timeline), interrupt)
+    config = _config(tmp_path / "b", steps=9, timeline=config.timeline)
+    stopped = _trainer(config, interrupt=interrupt)
     interrupt.number = 15  # some steps are trained by then, but not the last
     assert 0 < stopped.run()["steps"] < 9
-    assert (
-        "t.json was not written: this process did not run the last step, 9"
-        in capsys.readouterr().err
-    )
+    assert f"{words}9" in capsys.readouterr().err
 
 
 def test_a_save_in_time_waits_for_the_step_that_has_begun(tmp_path) -> None:

@@ -5,7 +5,8 @@ Comparisons are ``torch.equal`` in fp32: a pipeline does the same operations in 
 """
 
 from collections.abc import Callable
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from deferred import Product
 from plants import instead, planted
 from ranks import run_ranks
+from refused import check
 from threads import on_threads
 from torch import Tensor, nn
 
@@ -80,15 +82,18 @@ def truth(m: int, replica: int = 0) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def build(
-    stages: int, m: int, mine=None, *, replica: int = 0, loss=None, **options
+    stages: int, m: int, mine=None, *, replica: int = 0, loss=None, lr=None, **options
 ) -> dict[int, ModuleStage]:
-    """Build the model as contiguous stages, those numbered in `mine` (all by default)."""
+    """Build the model as contiguous stages, those numbered in `mine` (all by default), with SGD if
+    there is an `lr`."""
     blocks, (x, target) = model(), data(m, replica)
     bounds = [DEPTH * s // stages for s in range(stages + 1)]
     result = {}
     for s in range(stages) if mine is None else mine:
+        module = nn.Sequential(*blocks[bounds[s] : bounds[s + 1]])
         result[s] = ModuleStage(
-            nn.Sequential(*blocks[bounds[s] : bounds[s + 1]]),
+            module,
+            optimizer=None if lr is None else torch.optim.SGD(module.parameters(), lr=lr),
             inputs=(lambda mb: x[mb]) if s == 0 else None,
             like=None if s == 0 else ((TOKENS, WIDTHS[bounds[s]]), torch.float32, CPU),
             loss=(loss or loss_of(m, target)) if s == stages - 1 else None,
@@ -165,9 +170,7 @@ def test_a_v_shaped_placement_equals_one_device() -> None:
 
 def test_accumulation_goes_on_over_passes_and_update_clears_it() -> None:
     lists, m = with_comm(with_update(one_f_one_b(2, 3))), 3
-    stages = build(2, m)
-    for stage in stages.values():
-        stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=0.5)
+    stages = build(2, m, lr=0.5)
     before = [p.detach().clone() for s in stages.values() for p in s.module.parameters()]
     execute(lists, stages, InProcess())
     after = [p.detach() for s in stages.values() for p in s.module.parameters()]
@@ -229,69 +232,53 @@ SPLIT = with_comm(with_update(split_backward(one_f_one_b(2, 2), lag=1)))
         (edit(STEP, "0F1"), "rank 0: 0SEND_F1 comes before 0F1"),
         (edit(STEP, "1RECV_F1"), "rank 1: 1F1 comes before 1RECV_F1"),
         (edit(STEP, "1B1"), "rank 1: 1SEND_B1 comes before 1I1"),
-        (
-            edit(STEP, "1SEND_B1"),
-            r"rank 1: the action list ends with unused data .*: \[\('B', 0, 1\)\]",
-        ),
+        (edit(STEP, "1SEND_B1"),
+         r"rank 1: the action list ends with unused data .*: \[\('B', 0, 1\)\]"),
         (edit(edit(STEP, "1B1"), "1SEND_B1"), "deadlock: rank 0 waits for 0RECV_B1 from rank 1"),
         (edit(edit(STEP, "0RECV_B1"), "0B1"), "messages were sent but never received: 1SEND_B1"),
         (swap(STEP, "0SEND_F0", "0SEND_F1"), "rank 0: 0SEND_F1 comes before 0F1"),
-        (
-            swap(swap(STEP, "0SEND_F0", "0SEND_F1"), "0F0", "0F1"),
-            "link F from rank 0 to 1: 1RECV_F0 got 0SEND_F1, expected 0SEND_F0",
-        ),
+        (swap(swap(STEP, "0SEND_F0", "0SEND_F1"), "0F0", "0F1"),
+         "link F from rank 0 to 1: 1RECV_F0 got 0SEND_F1, expected 0SEND_F0"),
         (swap(STEP, "0RECV_B0", "0RECV_B1"), "0RECV_B1 got 1SEND_B0, expected 1SEND_B1"),
         (edit(STEP, "0F1", "0F1", "0F1"), "rank 0: 0F1 occurs twice"),
         (edit(STEP, "1F1", "1F1", "1F1"), "rank 1: 1F1 occurs twice"),
         (edit(SPLIT, "1W1"), r"rank 1: 1UPDATE@1 must come after the W of micro-batches \[1\]"),
         (edit(SPLIT, "1W1", "1W1", "1W1"), "rank 1: 1W1 occurs twice"),
-        (
-            swap(SPLIT, "1W1", "1UPDATE@1"),
-            r"1UPDATE@1 must come after the W of micro-batches \[1\]",
-        ),
+        (swap(SPLIT, "1W1", "1UPDATE@1"),
+         r"1UPDATE@1 must come after the W of micro-batches \[1\]"),
         (edit(edit(SPLIT, "1W1"), "1UPDATE@1"), r"no W follows the I of these .*\(1, 1\)"),
     ],
 )  # fmt: skip
 def test_wrong_lists_are_found_while_running(lists, message: str) -> None:
-    stages = build(2, 2)
-    for stage in stages.values():
-        stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=0.0)
     with pytest.raises(RuntimeError, match=message) as error:
-        execute(lists, stages, InProcess())
+        execute(lists, build(2, 2, lr=0.0), InProcess())
     assert "\n" not in str(error.value)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected stages \[0, 1\] for ranks \[0, 1\], got \[1\]"):
-        execute(STEP, build(2, 2, [1]), InProcess())
-    with pytest.raises(ValueError, match=r"for ranks \[0, 1\], got \[0, 1, 2\]"):
-        execute(STEP, build(3, 2), InProcess())
+    words = r"expected stages \[0, 1\] for ranks \[0, 1\], got \[1\]"
+    check(lambda: execute(STEP, build(2, 2, [1]), InProcess()), words)
+    words = r"for ranks \[0, 1\], got \[0, 1, 2\]"
+    check(lambda: execute(STEP, build(3, 2), InProcess()), words)
     for width, dtype in ((8, torch.float32), (7, torch.float64)):
         stages = build(2, 2)
         stages[1]._like = ((TOKENS, width), dtype, CPU)
-        agreed = rf"expected shape \(3, {width}\) {dtype}"
-        with pytest.raises(ValueError, match=rf"1RECV_F0: {agreed}, got \(3, 7\) .*32"):
-            execute(STEP, stages, InProcess())
+        words = rf"1RECV_F0: expected shape \(3, {width}\) {dtype}, got \(3, 7\) .*32"
+        check(partial(execute, STEP, stages, InProcess()), words)
     lists = [[Action("UPDATE", 0, ver=1), Action("F", 0, 0, 0)]]
-    stages = build(1, 1)
-    stages[0].optimizer = torch.optim.SGD(stages[0].module.parameters(), lr=0.0)
-    with pytest.raises(
-        ValueError, match=r"reads version 0 of the weights, but the stage holds only versions \[1\]"
-    ):
-        execute(lists, stages, InProcess())
-    with pytest.raises(ValueError, match="is for 2 ranks, but the pipeline group has 1"):
-        Distributed(STEP, None)
+    words = r"reads version 0 of the weights, but the stage holds only versions \[1\]"
+    check(lambda: execute(lists, build(1, 1, lr=0.0), InProcess()), words)
+    check(lambda: Distributed(STEP, None), "is for 2 ranks, but the pipeline group has 1")
     for ranks in (1, 3):  # fewer and more
         on_threads(ranks, _refuses_the_size, ranks)
     first, other = {"inputs": lambda mb: torch.ones(2)}, {"like": ((2,), torch.float32, CPU)}
     for given in ({}, first | other):
-        with pytest.raises(ValueError, match="either `inputs`"):
-            ModuleStage(nn.Linear(2, 2), **given)
+        check(partial(ModuleStage, nn.Linear(2, 2), **given), "either `inputs`")
 
 
 def _refuses_the_size(group, ranks: int) -> None:
-    with pytest.raises(ValueError, match=f"2 ranks, but the pipeline group has {ranks}$"):
-        Distributed(STEP, group)
+    words = f"2 ranks, but the pipeline group has {ranks}$"
+    check(lambda: Distributed(STEP, group), words)
 
 
 def test_a_single_rank_needs_no_process_group() -> None:
@@ -312,9 +299,8 @@ def _delayed(m: int, lr: float, delay: int, each: int) -> list[Tensor]:
     for t in range(m // each):
         for p, old in zip(parameters, weights[max(t - delay, 0)]):
             p.data.copy_(old)
-        total = sum(
-            loss(mb, nn.Sequential(*blocks)(x[mb])) for mb in range(t * each, (t + 1) * each)
-        )
+        done = range(t * each, (t + 1) * each)
+        total = sum(loss(mb, nn.Sequential(*blocks)(x[mb])) for mb in done)
         grads = torch.autograd.grad(total, parameters)
         weights.append([w - lr * g for w, g in zip(weights[-1], grads)])
     return weights[-1]
@@ -350,48 +336,36 @@ def test_versions_of_the_weights_give_the_delayed_gradient(stages, delay, each, 
     lists = _versions_behind(stages, m, delay, each, weights)
     validate(lists, staleness=delay)
     words = rf"{delay} weight versions? old; the limit \(staleness\) is {delay - 1}$"
-    with pytest.raises(ValueError, match=words):
-        validate(lists, staleness=delay - 1)
+    check(partial(validate, lists, staleness=delay - 1), words)
     lists = with_comm(lists)
-    made = build(stages, m, versions=delay + 1)
-    for stage in made.values():
-        stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=lr)
+    made = build(stages, m, versions=delay + 1, lr=lr)
     execute(lists, made, InProcess())
     found = [p.detach() for s in sorted(made) for p in made[s].module.parameters()]
     expected, fresh = (_delayed(m, lr, d, each) for d in (delay, 0))
     for a, b in zip(found, expected, strict=True):
         assert torch.allclose(a, b, rtol=0, atol=3e-5), (a - b).abs().max()
     assert max((a - b).abs().max() for a, b in zip(expected, fresh)) > 1e-2  # the delay shows
-    fewer = build(stages, m, versions=delay)  # fewer than are read
-    for stage in fewer.values():
-        stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=lr)
-    with pytest.raises(
-        ValueError, match="reads version 0 of the weights, but the stage holds only"
-    ):
-        execute(lists, fewer, InProcess())
+    fewer = build(stages, m, versions=delay, lr=lr)  # fewer than are read
+    words = "reads version 0 of the weights, but the stage holds only"
+    check(lambda: execute(lists, fewer, InProcess()), words)
 
 
 def test_what_is_frozen_stays_so_in_every_version() -> None:
     lists = _versions_behind(1, 4, 1, 2)
-    made = build(1, 4, versions=2)
+    made = build(1, 4, versions=2, lr=0.3)
     frozen = made[0].module[1].weight.requires_grad_(False)
     before = frozen.clone()
-    made[0].optimizer = torch.optim.SGD(made[0].module.parameters(), lr=0.3)
     execute(lists, made, InProcess())
     assert torch.equal(frozen, before)
 
 
 def test_a_run_begins_with_version_0_alone() -> None:
     """It does not begin with leftovers of the previous run, which may have failed."""
-    (stage,) = build(1, 4, versions=3).values()
-    stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=0.3)
+    (stage,) = build(1, 4, versions=3, lr=0.3).values()
+    words = r"reads version 1 of the weights, but the stage holds only versions \[0\]"
     for _ in range(2):
         stage.start()
-        with pytest.raises(
-            ValueError,
-            match=r"reads version 1 of the weights, but the stage holds only versions \[0\]",
-        ):
-            stage.forward(1, None, 1)
+        check(lambda: stage.forward(1, None, 1), words)
         stage.forward(0, None)
         stage.backward(0, None)
         stage.update()
@@ -449,32 +423,30 @@ def test_receives_posted_when_they_must_be_change_no_bit() -> None:
 
 def _real(rank: int, p: int) -> dict[str, list[Tensor]]:
     result = {}
-    for name in SCHEDULES:
-        for m in (1, 5):
-            lists = lowered(name, p, m)
-            transport = Counting(lists, dist.group.WORLD, timeout=300)
-            stages = build(p, m, _mine(lists, rank))
-            Product.calls = 0
-            execute(lists, stages, transport)
-            assert not transport.lost
-            assert not transport.late
-            if name == "1f1b" and m > p and rank < p - 1:  # not all m outputs and m gradients
-                assert transport.peak <= 2 * (p - rank)
-            assert Product.calls == m * len(list(stages[rank].module))
-            result[f"{name} {m}"] = grads_of(stages)
-            again = build(p, m, [rank])  # the same transport serves the next step
-            execute(lists, again, transport)
-            assert equal(grads_of(again), grads_of(stages))
+    for name, m in product(SCHEDULES, (1, 5)):
+        lists = lowered(name, p, m)
+        transport = Counting(lists, dist.group.WORLD, timeout=300)
+        stages = build(p, m, _mine(lists, rank))
+        Product.calls = 0
+        execute(lists, stages, transport)
+        assert not transport.lost
+        assert not transport.late
+        if name == "1f1b" and m > p and rank < p - 1:  # not all m outputs and m gradients
+            assert transport.peak <= 2 * (p - rank)
+        assert Product.calls == m * len(list(stages[rank].module))
+        result[f"{name} {m}"] = grads_of(stages)
+        again = build(p, m, [rank])  # the same transport serves the next step
+        execute(lists, again, transport)
+        assert equal(grads_of(again), grads_of(stages))
     return result
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])
 def test_real_ranks_equal_one_device_bit_for_bit(p: int) -> None:
     ranks = run_ranks(p, _real, p)
-    for name in SCHEDULES:
-        for m in (1, 5):
-            found = [g for rank in ranks for g in rank[f"{name} {m}"]]
-            assert equal(found, truth(m)[0]), (name, m)
+    for name, m in product(SCHEDULES, (1, 5)):
+        found = [g for rank in ranks for g in rank[f"{name} {m}"]]
+        assert equal(found, truth(m)[0]), (name, m)
 
 
 def _vee_and_tie(rank: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -56,6 +56,15 @@ class Parsed(HTMLParser):
     def all(self, tag: str) -> list[tuple[dict, str]]:
         return [(attrs, "".join(text)) for name, attrs, text in self.found if name == tag]
 
+    def rects(self, height: int) -> list[dict]:
+        return [attrs for attrs, _ in self.all("rect") if attrs["height"] == str(height)]
+
+
+def _memory(document: str) -> Parsed:
+    """Parse the picture of memory, whose bars are 17 high, and keys 12."""
+    picture = document[document.index('<svg id="memory"') :]
+    return Parsed(picture[: picture.index("</svg>") + 6])
+
 
 RECORD = {
     "layouts": [{"traffic": {"tp": {"link": "NVLink", "bytes": 1.25e9},
@@ -119,18 +128,14 @@ def test_the_json_in_the_page_is_what_it_shows(document) -> None:
     assert plan["layouts"] == LAYOUTS
     assert plan["memory"] == MEMORY
     cells = [(a["data-value"], text) for a, text in parsed.all("td") if "data-value" in a]
-    assert [value for value, _ in cells] == [
-        str(v) for row in plan["layouts"] for v in row.values()
-    ]
+    assert [value for value, _ in cells] == [str(v) for row in LAYOUTS for v in row.values()]
     assert [text for _, text in cells][:4] == ["tp8 pp2", "1.25", "51.2%", "1"]
     heads = [text for _, text in parsed.all("th")]
     assert heads[:4] == ["layout", "seconds per step", "MFU", "ZeRO"]
 
 
 def test_memory_is_stacked_to_scale(document) -> None:
-    picture = document[document.index('<svg id="memory"') :]
-    rects = Parsed(picture[: picture.index("</svg>") + 6]).all("rect")
-    bars = [attrs for attrs, _ in rects if attrs["height"] == "17"]
+    picture, bars = document[document.index('<svg id="memory"') :], _memory(document).rects(17)
     assert len(bars) == 6
     for rank, held in enumerate(MEMORY):
         x = float(LEFT)
@@ -159,10 +164,8 @@ def test_each_row_bar_and_word_stands_where_it_belongs() -> None:
     found = _page(memory, 16 * GIB, timeline, ("x", "", ""))
     rows = [attrs for attrs, _ in Parsed(found).all("tr")][: 1 + len(LAYOUTS)]
     assert [attrs.get("class") for attrs in rows] == [None, "chosen", None]
-    picture = found[found.index('<svg id="memory"') :]
-    parsed = Parsed(picture[: picture.index("</svg>") + 6])
-    scale = WIDTH / (28.25 * GIB)
-    bars = [attrs for attrs, _ in parsed.all("rect") if attrs["height"] == "17"]
+    parsed, scale = _memory(found), WIDTH / (28.25 * GIB)
+    bars, keys = parsed.rects(17), [attrs["fill"] for attrs in parsed.rects(12)]
     widths = [size * GIB * scale for size in (5, 0, 7, 21.25)]
     assert [float(bar["width"]) for bar in bars] == pytest.approx(widths, abs=0.01)
     assert bars[0]["y"] == bars[1]["y"] != bars[2]["y"] == bars[3]["y"]
@@ -172,12 +175,10 @@ def test_each_row_bar_and_word_stands_where_it_belongs() -> None:
     words = [text for _, text in parsed.all("text")]
     assert words == ["weights", "update <x>", "rank 0", "5.0 GiB", "rank 1", "28.2 GiB",
                      *("0", "5", "10", "15", "20", "25"), "GiB", "capacity 16.0 GiB"]  # fmt: skip
-    keys = [attrs["fill"] for attrs, _ in parsed.all("rect") if attrs["height"] == "12"]
     assert keys == [bars[0]["fill"], bars[1]["fill"]] == [*COLOURS[:2]]
-    (line,) = (attrs for attrs, _ in parsed.all("line"))
-    assert (
-        float(line["x1"]) == float(line["x2"]) == pytest.approx(LEFT + 16 * GIB * scale, abs=0.01)
-    )
+    ((line, _),) = parsed.all("line")
+    ends = [float(line["x1"]), float(line["x2"])]
+    assert ends == pytest.approx([LEFT + 16 * GIB * scale] * 2, abs=0.01)
     numbers = json.loads(found.split('id="plan">')[1].split("</script>")[0])
     assert (numbers["title"], numbers["capacity"]) == ("x", 16 * GIB)
 
@@ -189,10 +190,8 @@ def test_bars_of_nothing_take_no_room_and_colours_begin_anew_after_the_last() ->
     memory = [{kind: n * GIB for kind, n in zip(kinds, of, strict=True)} for of in sizes]
     del memory[1][kinds[3]]  # not even named
     found = _page(memory, 64 * GIB, simulate(one_f_one_b(1, 1), {"F": 1, "B": 2}))
-    picture = found[found.index('<svg id="memory"') :]
-    parsed = Parsed(picture[: picture.index("</svg>") + 6])
-    bars = [attrs for attrs, _ in parsed.all("rect") if attrs["height"] == "17"]
-    keys = [attrs for attrs, _ in parsed.all("rect") if attrs["height"] == "12"]
+    parsed = _memory(found)
+    bars, keys = parsed.rects(17), parsed.rects(12)
     colours = [*COLOURS, *COLOURS[:2]]
     assert [attrs["fill"] for attrs in keys] == colours
     assert [attrs["fill"] for attrs in bars] == 2 * colours
@@ -207,6 +206,6 @@ def test_bars_of_nothing_take_no_room_and_colours_begin_anew_after_the_last() ->
         assert float(words[total]["x"]) == pytest.approx(ends[-1] + 4, abs=0.01)
         assert {float(bar["y"]) for bar in own} == {TOP + rank * ROW}
         assert {float(words[w]["y"]) for w in (total, f"rank {rank}")} == {TOP + rank * ROW + 14}
-    (line,) = (attrs for attrs, _ in parsed.all("line"))
+    ((line, _),) = parsed.all("line")
     assert (float(line["y1"]), float(line["y2"])) == (TOP, TOP + 2 * ROW)
     assert float(words["capacity 64.0 GiB"]["y"]) == TOP + 2 * ROW + 29

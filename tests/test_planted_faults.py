@@ -13,6 +13,7 @@ reduction reads the gradient that it would have found there, the one before the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from close import relative_error
-from plants import instead, planted
+from plants import instead, planted, replacing
 from ranks import run_ranks
 from torch import nn
 
@@ -76,12 +77,21 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(number: int, guard: Layout | Guard, mesh: Mesh | None = None, refused: str | None = None):
-    """Register a plant under its number and name; a `Layout` is its own mesh."""
+def fault(number: int, guard: Layout | Guard, mesh: Mesh | None = None, *, at=None, refused=None):
+    """Register a plant under its number and name; a `Layout` is its own mesh.
+
+    Without `at`, a plant returns its patches for a mesh. With `at`, a place and an attribute, it
+    is called in place of that attribute, with the mesh and the original first.
+    """
 
     def register(plant):
+        @functools.wraps(plant)
+        def patches(mesh):
+            value = replacing(functools.partial(plant, mesh))
+            return plant(mesh) if at is None else [(*at, value(getattr(*at)))]
+
         place = guard.mesh if isinstance(guard, Layout) else mesh
-        FAULTS[f"{number:02} {plant.__name__}"] = Fault(number, plant, place, guard, refused)
+        FAULTS[f"{number:02} {plant.__name__}"] = Fault(number, patches, place, guard, refused)
         return plant
 
     return register
@@ -230,10 +240,7 @@ def smoothing_over_the_local_vocabulary(mesh):
         return right(self._replace(size=width[0]), stats, labels)
 
     faults = {"first_column": first_column, "merge": merge}
-    return [
-        *((TensorRanks, *fault) for fault in faults.items()),
-        (Vocabulary, "losses", losses),
-    ]
+    return [*((TensorRanks, *fault) for fault in faults.items()), (Vocabulary, "losses", losses)]
 
 
 def _gathered_head():
@@ -256,27 +263,17 @@ def gathered_logits_unchecked(mesh):
     return [_gathered_head(), (linear_loss, "check_vocabulary", lambda *a: None)]
 
 
-@fault(3, DP)
-def mean_of_means(mesh):
+@fault(3, DP, at=(engine.Engine, "_micro_batches"))
+def mean_of_means(mesh, right, self, tokens, labels, ids, valid, *more):
     """Megatron-LM #7452 finding 3, PR #7513, #673, #906: each rank divides by its own tokens."""
-    right = engine.Engine._micro_batches
-
-    def micro_batches(self, tokens, labels, ids, valid, *more):
-        own = (labels != -100).sum().clamp(min=1) * self.mesh.size("dp")
-        return right(self, tokens, labels, ids, own, *more)
-
-    return [(engine.Engine, "_micro_batches", micro_batches)]
+    own = (labels != -100).sum().clamp(min=1) * self.mesh.size("dp")
+    return right(self, tokens, labels, ids, own, *more)
 
 
-@fault(3, DP)
-def normaliser_doubled(mesh):
+@fault(3, DP, at=(engine.Engine, "_micro_batches"))
+def normaliser_doubled(mesh, right, self, tokens, labels, ids, valid, *more):
     """The same by a factor on which all ranks agree."""
-    right = engine.Engine._micro_batches
-
-    def micro_batches(self, tokens, labels, ids, valid, *more):
-        return right(self, tokens, labels, ids, 2 * valid.wait(), *more)
-
-    return [(engine.Engine, "_micro_batches", micro_batches)]
+    return right(self, tokens, labels, ids, 2 * valid.wait(), *more)
 
 
 @fault(4, Layout(Mesh(dp=2, tp=2), sequence_parallel=True, recompute="full"))
@@ -299,123 +296,83 @@ def recomputation_gathers_over_data_ranks(mesh):
 # ------------------------------------------------------------------ 5-7: norm, partial sums
 
 
-def _counts(cut_axes):
-    """Return `Unit.counted_grads` as if all of a unit's parameters were sharded over `cut_axes`."""
-    right = Unit.counted_grads
-
-    def counted_grads(self, summed):
-        ranges = tuple(dataclasses.replace(r, cut_axes=cut_axes) for r in self.layout.ranges)
-        with mock.patch.object(self.layout, "ranges", ranges):
-            return right(self, summed)
-
-    return [(Unit, "counted_grads", counted_grads)]
+def _counted(cut_axes, right, unit, summed):
+    """Count as if all of a unit's parameters were sharded over `cut_axes`."""
+    ranges = tuple(dataclasses.replace(r, cut_axes=cut_axes) for r in unit.layout.ranges)
+    with mock.patch.object(unit.layout, "ranges", ranges):
+        return right(unit, summed)
 
 
-@fault(5, TP)
-def norm_counts_tensor_replicas(mesh):
+@fault(5, TP, at=(Unit, "counted_grads"))
+def norm_counts_tensor_replicas(mesh, *given):
     """Megatron-LM #7452 finding 8, ROCm TransformerEngine PR #715: once for every tensor rank."""
-    return _counts(("tp",))
+    return _counted(("tp",), *given)
 
 
-@fault(5, TP)
-def norm_misses_sharded_parameters(mesh):
+@fault(5, TP, at=(Unit, "counted_grads"))
+def norm_misses_sharded_parameters(mesh, *given):
     """torchtitan #596: the other tensor ranks' shards are omitted."""
-    return _counts(())
+    return _counted((), *given)
 
 
-@fault(5, DP)
-def norm_counts_data_replicas(mesh):
+@fault(5, DP, at=(ZeroOptimizer, "norm"))
+def norm_counts_data_replicas(mesh, right, self):
     """The same over data ranks, which all hold the whole gradient with ZeRO 0."""
-    right = ZeroOptimizer.norm
-
-    def norm(self):
-        groups = {**self.mesh.groups, "tp": self.mesh.group("world")}
-        with mock.patch.object(self, "mesh", dataclasses.replace(self.mesh, groups=groups)):
-            return right(self)
-
-    return [(ZeroOptimizer, "norm", norm)]
+    groups = {**self.mesh.groups, "tp": self.mesh.group("world")}
+    with mock.patch.object(self, "mesh", dataclasses.replace(self.mesh, groups=groups)):
+        return right(self)
 
 
-@fault(5, Layout(Mesh(dp=2), zero=2))
-def norm_a_percent_too_large(mesh):
+@fault(5, Layout(Mesh(dp=2), zero=2), at=(ZeroOptimizer, "norm"))
+def norm_a_percent_too_large(mesh, right, self):
     """Clipping uses a norm other than that of the gradients."""
-    right = ZeroOptimizer.norm
-    return [(ZeroOptimizer, "norm", lambda self: right(self) * 1.01)]
+    return right(self) * 1.01
 
 
-def _complete_norms(mesh):
-    right = _Norm._parameter
-
-    def parameter(self, *args):
-        self._partial = ()
-        return right(self, *args)
-
-    return [(_Norm, "_parameter", parameter)]
-
-
-@fault(6, norm_over_heads, Mesh(tp=2))
-def norm_over_heads_not_summed(mesh):
+@fault(6, norm_over_heads, Mesh(tp=2), at=(_Norm, "_parameter"))
+def norm_over_heads_not_summed(mesh, right, self, *args):
     """Megatron-LM #7452 finding 11: no sum over tensor ranks without sequence parallelism."""
-    return _complete_norms(mesh)
+    self._partial = ()
+    return right(self, *args)
 
 
-@fault(7, SP)
-def layer_norm_not_summed(mesh):
+@fault(7, SP, at=(_Norm, "_parameter"))
+def layer_norm_not_summed(*given):
     """Megatron-LM #1446: LayerNorm's gradients under sequence parallelism stay partial."""
-    return _complete_norms(mesh)
+    return norm_over_heads_not_summed(*given)
 
 
-@fault(7, SP)
-def row_bias_not_summed(mesh):
+@fault(7, SP, at=(RowParallelLinear, "__init__"))
+def row_bias_not_summed(mesh, right, self, *args, **options):
     """Megatron-LM #1446, the biases after a reduce-scatter."""
-    right = RowParallelLinear.__init__
-
-    def init(self, *args, **options):
-        right(self, *args, **options)
-        self.records["bias"] = dataclasses.replace(self.records["bias"], partial=())
-
-    return [(RowParallelLinear, "__init__", init)]
+    right(self, *args, **options)
+    self.records["bias"] = dataclasses.replace(self.records["bias"], partial=())
 
 
-@fault(7, SP)
-def position_table_not_summed(mesh):
+@fault(7, SP, at=(PositionEmbedding, "__init__"))
+def position_table_not_summed(mesh, right, self, *args, partial, **options):
     """The same for the learned positions, of which each rank looks up those of its own tokens."""
-    right = PositionEmbedding.__init__
-
-    def init(self, *args, partial, **options):
-        right(self, *args, **options)
-
-    return [(PositionEmbedding, "__init__", init)]
+    right(self, *args, **options)
 
 
 # ------------------------------------------------------------------ 8-10: stages, data ranks
 
 
-@fault(8, PP)
-def layers_named_by_place_on_the_stage(mesh):
+@fault(8, PP, at=(gpt.GPT, "parameter_records"))
+def layers_named_by_place_on_the_stage(mesh, right, self):
     """Megatron-LM #7452 finding 12: another pp reads other layers' tensors without an error."""
-    right = gpt.GPT.parameter_records
-
-    def parameter_records(self):
-        records, first = right(self), self.layers_of(self.mesh.index("pp")).start
-        for name in records:
-            if name.startswith("blocks."):
-                _, i, rest = name.split(".", 2)
-                records[name] = records[name].renamed(f"blocks.{int(i) - first}.{rest}")
-        return records
-
-    return [(gpt.GPT, "parameter_records", parameter_records)]
+    records, first = right(self), self.layers_of(self.mesh.index("pp")).start
+    for name in records:
+        if name.startswith("blocks."):
+            _, i, rest = name.split(".", 2)
+            records[name] = records[name].renamed(f"blocks.{int(i) - first}.{rest}")
+    return records
 
 
-@fault(9, PP)
-def gradients_divided_by_micro_batches(mesh):
+@fault(9, PP, at=(ChainStage, "begin"))
+def gradients_divided_by_micro_batches(mesh, right, self, batches, seed=None):
     """picotron: the loss is already a mean, and is divided by the micro-batches once more."""
-    right = ChainStage.begin
-
-    def begin(self, batches, seed=None):
-        right(self, batches, torch.tensor(1 / len(batches), dtype=torch.float64))
-
-    return [(ChainStage, "begin", begin)]
+    right(self, batches, torch.tensor(1 / len(batches), dtype=torch.float64))
 
 
 @fault(9, PP)
@@ -435,16 +392,11 @@ def gradients_divided_by_tokens_again(mesh):
     return [(ChainStage, "begin", begin), (engine.EngineStage, "reduce", reduce)]
 
 
-@fault(10, CP)
-def no_sum_over_context_ranks(mesh):
+@fault(10, CP, at=(Unit, "__init__"))
+def no_sum_over_context_ranks(mesh, right, self, *parts, **options):
     """picotron: gradients are summed only over dp, so not at all if dp = 1."""
-    right = Unit.__init__
-
-    def init(self, *parts, **options):
-        right(self, *parts, **options)
-        self.gradients.group = mesh.group("dp")
-
-    return [(Unit, "__init__", init)]
+    right(self, *parts, **options)
+    self.gradients.group = mesh.group("dp")
 
 
 # ------------------------------------------------------------------ 11-12: attention
@@ -475,16 +427,11 @@ def gathered_keys_get_no_gradient_from_others(mesh):
     return [(kv_gather, "_reduce_scatter", reduce_scatter)]
 
 
-@fault(12, RING)
-def ring_backward_with_the_lse_of_one_hop(mesh):
+@fault(12, RING, at=(ring, "block_bwd"))
+def ring_backward_with_the_lse_of_one_hop(mesh, right, upstream, q, k, v, options, **more):
     """The same in the ring: each tile is normalized by its own softmax, not by the whole one."""
-    right = ring.block_bwd
-
-    def block_bwd(upstream, q, k, v, options, **more):
-        own = ring.block_fwd(q, k, v, options)[1]
-        return right(upstream._replace(lse=own), q, k, v, options, **more)
-
-    return [(ring, "block_bwd", block_bwd)]
+    own = ring.block_fwd(q, k, v, options)[1]
+    return right(upstream._replace(lse=own), q, k, v, options, **more)
 
 
 # ------------------------------------------------------------------ 13-14: dropout, masks
@@ -551,32 +498,22 @@ def tied_gradients_not_summed(mesh):
     return [(engine.EngineStage, "tie", lambda self: None)]
 
 
-@fault(15, PP)
-def tied_gradient_counted_twice(mesh):
+@fault(15, PP, at=(Unit, "counted_grads"))
+def tied_gradient_counted_twice(mesh, right, self, summed):
     """torchtitan #1524: the global norm counts the shared weight of both stages."""
-    right = Unit.counted_grads
-
-    def counted_grads(self, summed):
-        with mock.patch.object(self, "owner", True):
-            return right(self, summed)
-
-    return [(Unit, "counted_grads", counted_grads)]
+    with mock.patch.object(self, "owner", True):
+        return right(self, summed)
 
 
-@fault(15, Layout(Mesh(dp=2, pp=2), zero=1))
-def tied_embedding_cut_differently(mesh):
+@fault(15, Layout(Mesh(dp=2, pp=2), zero=1), at=(FlatLayout, "__init__"))
+def tied_embedding_cut_differently(mesh, right, self, records, *place):
     """Megatron-LM #1447: under ZeRO-1 the ends add slices that hold other rows."""
-    right, shift = FlatLayout.__init__, 32
-
-    def lay_out(self, records, *place):
-        right(self, records, *place)
-        if mesh.index("pp") and [r.name for r in self.records] == ["embedding.weight"]:
-            (r,) = self.ranges
-            assert r.stop + shift <= self.size, "the shift must not change sizes"
-            self.offsets = {name: at + shift for name, at in self.offsets.items()}
-            self.ranges = (dataclasses.replace(r, stop=r.stop + shift),)
-
-    return [(FlatLayout, "__init__", lay_out)]
+    right(self, records, *place)
+    if mesh.index("pp") and [r.name for r in self.records] == ["embedding.weight"]:
+        (r,), shift = self.ranges, 32
+        assert r.stop + shift <= self.size, "the shift must not change sizes"
+        self.offsets = {name: at + shift for name, at in self.offsets.items()}
+        self.ranges = (dataclasses.replace(r, stop=r.stop + shift),)
 
 
 # ------------------------------------------------------------------ 16-19: tensor ranks
@@ -591,43 +528,26 @@ def partial_gradient_leaves_the_loss(mesh):
 @fault(16, SP)
 def partial_gradient_leaves_the_loss_in_slices(mesh):
     """The same under sequence parallelism: a slice of it is used in place of its scattered sum."""
-
     return [(TensorRanks, "sum", lambda ranks, dx: own_slice(dx, ranks.group))]
 
 
-@fault(17, TP)
-def every_rank_loads_the_first_qkv(mesh):
+@fault(17, TP, at=(ParamRecord, "slice"))
+def every_rank_loads_the_first_qkv(mesh, right, self, full, at):
     """picotron #32: the attention shards are cut with rank 0's index on every rank."""
-    right = ParamRecord.slice
-
-    def cut(self, full, at):
-        return right(self, full, at | {"tp": 0} if ".qkv." in self.name else at)
-
-    return [(ParamRecord, "slice", cut)]
+    return right(self, full, at | {"tp": 0} if ".qkv." in self.name else at)
 
 
-@fault(18, TP)
-def row_bias_once_per_rank(mesh):
+@fault(18, TP, at=(TensorRanks, "row_product"))
+def row_bias_once_per_rank(mesh, right, ranks, h, weight, bias, **options):
     """torchtitan's planted control in test_distributed_linear: added before the sum over ranks."""
-    right = TensorRanks.row_product
-
-    def row_product(ranks, h, weight, bias, **options):
-        y = right(ranks, h, weight, bias, **options)
-        return y if bias is None else y + (mesh.size("tp") - 1) * bias
-
-    return [(TensorRanks, "row_product", row_product)]
+    y = right(ranks, h, weight, bias, **options)
+    return y if bias is None else y + (mesh.size("tp") - 1) * bias
 
 
-@fault(19, TP)
-def padding_takes_part_in_the_softmax(mesh):
+@fault(19, TP, at=(Vocabulary, "columns"))
+def padding_takes_part_in_the_softmax(mesh, right, vocabulary, width):
     """Megatron-LM #1754: the padding rows of the vocabulary also have probability."""
-
-    right = Vocabulary.columns
-
-    def columns(vocabulary, width):
-        return right(vocabulary._replace(size=vocabulary.size + vocabulary.size % 2), width)
-
-    return [(Vocabulary, "columns", columns)]
+    return right(vocabulary._replace(size=vocabulary.size + vocabulary.size % 2), width)
 
 
 # ------------------------------------------------------------------ 20-22: the step
@@ -742,13 +662,10 @@ def _measure(rank: int, world: int) -> dict[str, Found]:
 
 # Also detected in 16 bits, where the plain model's own error decides what is allowed.
 LOW = {
-    "normaliser_doubled": ("bf16",),
-    "tied_gradients_not_summed": ("bf16",),
-    "one_mask_for_all_tensor_ranks": ("bf16",),
-    "no_sum_over_context_ranks": ("fp16",),
-    "every_rank_loads_the_first_qkv": ("fp16",),
-    "layer_norm_not_summed": ("fp16",),
-}
+    "normaliser_doubled": ("bf16",), "tied_gradients_not_summed": ("bf16",),
+    "one_mask_for_all_tensor_ranks": ("bf16",), "no_sum_over_context_ranks": ("fp16",),
+    "every_rank_loads_the_first_qkv": ("fp16",), "layer_norm_not_summed": ("fp16",),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 import threads
 import torch
 import torch.distributed as dist
-from plants import Plant, instead, planted
+from plants import Plant, instead, planted, replacing
 from pretend_nccl import AbortedError, Drains, loaded_beside_messages, most_held, run_nccl
 from processors import Device, stuck
 from threads import run_threads
@@ -109,16 +109,9 @@ def _is_right(name: str, drains: Drains, lazily: bool = False) -> None:
 
 
 OF_EACH_KIND = (
-    *(
-        "interleaved",
-        "zero 3",
-        "in order, zero 3",
-        "hybrid sharding",
-        "sequence, chunked",
-        "stream",
-    ),
-    *("stream", "ulysses and ring", "pipedream", "2bw", "pipeline of tensor"),
-)
+    "interleaved", "zero 3", "in order, zero 3", "hybrid sharding", "sequence, chunked", "stream",
+    "ulysses and ring", "pipedream", "2bw", "pipeline of tensor",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -140,14 +133,11 @@ def test_communicators_made_at_their_first_use(name: str) -> None:
     _is_right(name, "never", lazily=True)
 
 
-def _cold(right: Callable) -> Callable:
+@replacing
+def _cold(right, self, *args, **options):
     """Make an engine that warms up its stages, as on a GPU."""
-
-    def init(self, *args, **options):
-        right(self, *args, **options)
-        self._cold = True
-
-    return init
+    right(self, *args, **options)
+    self._cold = True
 
 
 @pytest.mark.parametrize(
@@ -321,41 +311,34 @@ def _ahead() -> Plant:
     return instead(transport, "by_gloo", lambda group, device: True)
 
 
-def _a_number_is_read(right: Callable) -> Callable:
-    def forward(self, *args, **options):
-        y = right(self, *args, **options)
-        float(torch.ones(()))
-        return y
-
-    return forward
+@replacing
+def _a_number_is_read(right, self, *args, **options):
+    y = right(self, *args, **options)
+    float(torch.ones(()))
+    return y
 
 
-def _synchronizes(right: Callable) -> Callable:
-    def forward(self, *args, **options):
-        torch.cuda.synchronize()
-        return right(self, *args, **options)
-
-    return forward
+@replacing
+def _synchronizes(right, self, *args, **options):
+    torch.cuda.synchronize()
+    return right(self, *args, **options)
 
 
-def _no_wait(right: Callable) -> Callable:
+@replacing
+def _no_wait(right, self):
     """Return the result of a wait at once."""
-    return lambda self: self._finish()
+    return self._finish()
 
 
-def _forgets(right: Callable) -> Callable:
-    def forget(self):
-        self._gather = None
-
-    return forget
+@replacing
+def _forgets(right, self):
+    self._gather = None
 
 
-def _free_at_once(right: Callable) -> Callable:
-    def send(self, link, action, tensor):
-        right(self, link, action, tensor)
-        self._buffers.give_back(self._sending[action][2])
-
-    return send
+@replacing
+def _free_at_once(right, self, link, action, tensor):
+    right(self, link, action, tensor)
+    self._buffers.give_back(self._sending[action][2])
 
 
 def _unbatched(sends, receives, group):
@@ -364,50 +347,39 @@ def _unbatched(sends, receives, group):
     return collectives.Pending(None, lambda: [work.wait() for work in works])
 
 
-def _swapped(right: Callable) -> Callable:
-    def connect(self):
-        made = right(self)
-        one, two, *_ = made
-        return {**made, one: made[two], two: made[one]} if self.rank else made
-
-    return connect
+@replacing
+def _swapped(right, self):
+    made = right(self)
+    one, two, *_ = made
+    return {**made, one: made[two], two: made[one]} if self.rank else made
 
 
-def _freed_early(right: Callable) -> Callable:
-    def start(self, *args, **options):
-        right(self, *args, **options)
-        reduce.free(self.flat)
-
-    return start
+@replacing
+def _freed_early(right, self, *args, **options):
+    right(self, *args, **options)
+    reduce.free(self.flat)
 
 
-def _accumulates(right: Callable) -> Callable:
-    def start(self, *args, **options):
-        right(self, *args, **options)
-        self.flat.add_(0.0)
-
-    return start
+@replacing
+def _accumulates(right, self, *args, **options):
+    right(self, *args, **options)
+    self.flat.add_(0.0)
 
 
-def _one_more(right: Callable) -> Callable:
-    def start(self, *args, **options):
-        if self.mesh.rank == 1:
-            collectives.start_all_reduce_(torch.zeros(5), self.mesh.group("world"))
-        return right(self, *args, **options)
-
-    return start
+@replacing
+def _one_more(right, self, *args, **options):
+    if self.mesh.rank == 1:
+        collectives.start_all_reduce_(torch.zeros(5), self.mesh.group("world"))
+    return right(self, *args, **options)
 
 
-def _another_message(right: Callable) -> Callable:
+@replacing
+def _another_message(right, self, want):
     """Plant: the wait for a receive is that for the send before it."""
-
-    def take(self, want):
-        if self._sending and want.action in self._posted:
-            _, other, _ = next(iter(self._sending.values()))
-            self._posted[want.action] = other, self._posted[want.action][1]
-        return right(self, want)
-
-    return take
+    if self._sending and want.action in self._posted:
+        _, other, _ = next(iter(self._sending.values()))
+        self._posted[want.action] = other, self._posted[want.action][1]
+    return right(self, want)
 
 
 CHECKS = {
@@ -423,13 +395,11 @@ FAULTS = {
         "1f1b", lambda: (_ahead(),), "ranks .* wait: .*the device", "first"
     ),
     "receives posted ahead, a number is read": Fault(
-        "1f1b",
-        lambda: (_ahead(), Plant(ChainStage, "forward", _a_number_is_read)),
+        "1f1b", lambda: (_ahead(), Plant(ChainStage, "forward", _a_number_is_read)),
         "wait: .*_local_scalar_dense",
     ),
     "receives posted ahead, the host synchronises": Fault(
-        "1f1b",
-        lambda: (_ahead(), Plant(ChainStage, "forward", _synchronizes)),
+        "1f1b", lambda: (_ahead(), Plant(ChainStage, "forward", _synchronizes)),
         "wait: .*synchronize",
     ),
     "gathered parameters are not waited for": Fault(
@@ -439,9 +409,7 @@ FAULTS = {
         "zero 1", lambda: (Plant(FlatParameters, "wait", _forgets),), "reads what all_gather"
     ),
     "no wait for a collective": Fault(
-        "sequence, bulk",
-        lambda: (Plant(collectives.Pending, "wait", _no_wait),),
-        "has under way",
+        "sequence, bulk", lambda: (Plant(collectives.Pending, "wait", _no_wait),), "has under way"
     ),
     "what is sent is written to": Fault(
         "gpipe", lambda: (Plant(Distributed, "send", _free_at_once),), "has under way"
@@ -453,28 +421,23 @@ FAULTS = {
         "ring", lambda: (instead(messages, "start_batch", _unbatched),), "ranks .* wait: "
     ),
     "two communicators are swapped": Fault(
-        "1f1b",
-        lambda: (Plant(Distributed, "_connect", _swapped),),
+        "1f1b", lambda: (Plant(Distributed, "_connect", _swapped),),
         "wait: |sent and received differ",
     ),
     "a gradient's memory is given back early": Fault(
         "zero 2", lambda: (Plant(FlatGradients, "start", _freed_early),), "given back under way"
     ),
     "a gradient is added to under way": Fault(
-        "zero 2",
-        lambda: (Plant(FlatGradients, "start", _accumulates),),
+        "zero 2", lambda: (Plant(FlatGradients, "start", _accumulates),),
         "writes to what reduce_scatter",
     ),
     "one rank begins a collective more": Fault(
-        "zero 0",
-        lambda: (Plant(Engine, "_start_global_losses", _one_more),),
+        "zero 0", lambda: (Plant(Engine, "_start_global_losses", _one_more),),
         "different collectives",
     ),
     "links are not greeted, and connect at their first message": Fault(
-        "1f1b",
-        lambda: (Plant(threads, "_PRETENDED", lambda right: {**right, **_NO_GREETING}),),
-        r"wait: rank 0 for the communicator of \(0, 1\)",
-        lazily=True,
+        "1f1b", lambda: (Plant(threads, "_PRETENDED", lambda right: {**right, **_NO_GREETING}),),
+        r"wait: rank 0 for the communicator of \(0, 1\)", lazily=True,
     ),
     "a pipeline's groups are made by its ranks alone": Fault(
         "pipelines with unlike lists",
@@ -482,24 +445,19 @@ FAULTS = {
         r"wait: rank 1 for the communicator of \(1, 3\)",
     ),
     "links take as many thread blocks as NCCL likes": Fault(
-        "thread blocks",
-        lambda: (instead(transport, "_CTAS", 32),),
-        r"\(32, True\)",
+        "thread blocks", lambda: (instead(transport, "_CTAS", 32),), r"\(32, True\)"
     ),
     "every message has memory of its own": Fault(
-        "more micro-batches",
-        lambda: (instead(Buffers, "give_back", lambda *_: None),),
-        "held",
+        "more micro-batches", lambda: (instead(Buffers, "give_back", lambda *_: None),), "held"
     ),
     "fused products leave no processor to messages": Fault(
-        "fused products",
-        lambda: (instead(sys.modules[__name__], "_LEFT", 0),),
+        "fused products", lambda: (instead(sys.modules[__name__], "_LEFT", 0),),
         r"no room: .*0SEND_F1, \(0, 0\) 0B0 runs",
     ),
     "the wait is for another message": Fault(
         "gpipe", lambda: (Plant(Distributed, "_take", _another_message),), "has under way"
     ),
-}
+}  # fmt: skip
 
 
 def shows(fault: Fault) -> None:

@@ -26,11 +26,8 @@ MODULE = __name__
 @pytest.fixture(scope="module")
 def started():
     with environment(OLD="of the server"):
-        several = (
-            Processes("warpweave.launch.session"),
-            Processes(),
-        )  # as ranks are, and new interpreters
-    with several[0] as forked, several[1] as spawned:
+        first, second = Processes("warpweave.launch.session"), Processes()
+    with first as forked, second as spawned:  # as ranks are, and new interpreters
         yield {"forked": forked, "spawned": spawned}
 
 
@@ -60,7 +57,7 @@ def _has_children(path: Path) -> None:
     children = []
     for _ in range(2):
         children.append(os.fork())
-        if children[-1] == 0:
+        if not children[-1]:
             time.sleep(300)
             os._exit(0)
     path.write_text(" ".join(map(str, children)))
@@ -240,9 +237,8 @@ def test_each_forked_process_draws_numbers_of_its_own(tmp_path):
     with Processes(MODULE) as forked:
         for name in ("a", "b"):
             forked.start(_draws, tmp_path / name).join()
-    first, second = ((tmp_path / name).read_text() for name in ("a", "b"))
-    assert first.split()[0] != second.split()[0]
-    assert first.split()[1] != second.split()[1]
+    first, second = ((tmp_path / name).read_text().split() for name in ("a", "b"))
+    assert all(a != b for a, b in zip(first, second, strict=True))
 
 
 def _draws(path: Path) -> None:

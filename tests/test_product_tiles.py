@@ -140,10 +140,12 @@ def test_each_kernel_asks_for_its_kind(monkeypatch) -> None:
 
 def test_waiting_programs_are_at_least_one_and_leave_sms_to_collectives(monkeypatch):
     device = torch.device("cpu")
-    for here, most in ((4, 1), (CTAS, 1), (CTAS + 1, 1), (CTAS + 2, 2), (132, 132 - CTAS)):
+    for here, most in (
+        (1, 1), (4, 1), (CTAS, 1), (CTAS + 1, 1), (CTAS + 2, 2), (CTAS + 3, 3), (132, 132 - CTAS),
+    ):  # fmt: skip
         monkeypatch.setattr(gather, "processors", lambda device, here=here: here)
-        for parts in (1, 2, 50, 1000):
+        for parts in (1, 2, 3, 8, 9, 50, 1000):
             assert gather.waiting_programs(parts, device) == min(parts, most)
-            for copying in (0, 1, 16):
+            for copying in (0, 1, 2, 4, 16):  # next to the copiers, at least one for the tiles
                 (programs,) = gather.Peers((), (2, copying, 0), copying).grid(parts, device)
                 assert programs == max(min(copying + parts, most), copying + 1)

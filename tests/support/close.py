@@ -58,3 +58,12 @@ def assert_error_budget(
     budget = factor * max(relative_error(same_dtype, truth), least) + eps
     error = relative_error(actual, truth)
     assert error <= budget, f"relative error {error:.3e} > budget {budget:.3e}"
+
+
+def assert_close_or_none(
+    actual: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None], rtol: float
+) -> None:
+    """Like `assert_all_close`; both sides must be None in the same places."""
+    assert [a is None for a in actual] == [b is None for b in expected]
+    made = [(a, b) for a, b in zip(actual, expected) if a is not None]
+    assert_all_close(*zip(*made), rtol)

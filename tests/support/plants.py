@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -26,6 +27,16 @@ class Plant(NamedTuple):
 def instead(place: Any, name: str, value: Any) -> Plant:
     """Return the plant of a `value` that does not need the value it replaces."""
     return Plant(place, name, lambda right: value)
+
+
+def replacing(change: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return the `value` of a plant that calls change(right, ...) in place of right(...)."""
+
+    @wraps(change)
+    def value(right: Any) -> Any:
+        return lambda *args, **options: change(right, *args, **options)
+
+    return value
 
 
 @contextmanager

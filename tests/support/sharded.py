@@ -221,6 +221,16 @@ def backward(y: Tensor, dy: Tensor, module: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in module.named_parameters()}
 
 
+def everything(module: nn.Module, x: Tensor, run: Any = None) -> list[Tensor | None]:
+    """Return y = run(x), by default module(x), and the gradients of x and of every parameter from a
+    drawn gradient of y."""
+    leaf = x.detach().requires_grad_()
+    module.zero_grad()
+    y = (run or module)(leaf)
+    y.backward(draw(2, *y.shape))
+    return [y, leaf.grad, *(p.grad for p in module.parameters())]
+
+
 def same_birth(one: nn.Module, mine: nn.Module, mesh: ConnectedMesh) -> None:
     """Assert that `mine` was initialized as this rank's slices of `one`,
     then give both other values."""
