@@ -184,10 +184,7 @@ def test_a_rank_proves_what_it_is_needed_for_and_rank_0_writes(tmp_path, monkeyp
         ({"seed": 1, "dp": 2}, "--world requires --all, and --seed requires --random"),
         ({"all": True, "outer": 2}, "--all and --random choose the layouts; pass only"),
         ({"random": 1, "optimizer": "sgd"}, "--all and --random choose the layouts; pass"),
-        (
-            {"zero": 3, "dp": 2, "pp": 2, "schedule": "pipedream"},
-            "zero must be 0 to 2",
-        ),
+        ({"zero": 3, "dp": 2, "pp": 2, "schedule": "pipedream"}, "zero must be 0 to 2"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(given: dict, says: str) -> None:

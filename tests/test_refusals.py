@@ -312,10 +312,7 @@ GENERATORS = [gpipe, one_f_one_b, lambda p, m: interleaved(p, m, 2)]
             "version 2 of the weights right after version 0",
         ),
         (lambda: _valid(Action(UPDATE, 0, WHOLE, 1), at=1), "has no gradient to apply"),
-        (
-            lambda: _valid(*[Action(op, 0, 1) for op in (F, B)], Action(UPDATE, 0, WHOLE, 1)),
-            None,
-        ),
+        (lambda: _valid(*[Action(op, 0, 1) for op in (F, B)], Action(UPDATE, 0, WHOLE, 1)), None),
         (
             lambda: _valid(Action(UPDATE, 0, WHOLE, 1), Action(F, 0, 1, 1), Action(B, 0, 1, 1)),
             "comes after the last UPDATE",

@@ -19,14 +19,7 @@ from warpweave.data.token_file import WHOLE
 from warpweave.model.config import ParallelPlan
 from warpweave.train import resume
 from warpweave.train.options import TrainConfig
-from warpweave.train.resume import (
-    Progress,
-    check_run,
-    differences,
-    open_run,
-    progress_of,
-    state_of,
-)
+from warpweave.train.resume import Progress, check_run, differences, open_run, progress_of, state_of
 
 DATA = SimpleNamespace(name="text", fingerprint="a" * 20, tokenizer_name="bytes")
 HELD_OUT = SimpleNamespace(fingerprint="whole:" + "b" * 20)

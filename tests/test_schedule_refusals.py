@@ -302,9 +302,7 @@ def test_a_field_that_is_no_action_is_refused_with_its_row_and_place(field: str)
         from_csv(f"0F0\n1F0,1B0\n2F0,,2B0,{field},2F1")
 
 
-def test_the_command_prints_two_ranks_and_four_micro_batches_by_default(
-    capsys,
-) -> None:
+def test_the_command_prints_two_ranks_and_four_micro_batches_by_default(capsys) -> None:
     main(["1f1b"])
     assert capsys.readouterr().out == to_csv(one_f_one_b(2, 4))
     main(["interleaved", "--ranks", "3", "--comm"])

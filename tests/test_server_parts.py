@@ -20,13 +20,7 @@ from warpweave.parallel.server.clocks import Clocks, Term
 from warpweave.parallel.server.link import Mailbox, check_loopback
 from warpweave.parallel.server.replay import log_of, replay
 from warpweave.parallel.server.server import ServerPlan, generation, start_generation, tell
-from warpweave.parallel.server.shard import (
-    Shard,
-    digest,
-    norm_and_scale,
-    records_of,
-    spread,
-)
+from warpweave.parallel.server.shard import Shard, digest, norm_and_scale, records_of, spread
 from warpweave.parallel.server.worker import Gradient, module_gradient
 from warpweave.parallel.shard import ParamRecord
 

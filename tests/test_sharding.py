@@ -194,8 +194,7 @@ def check(rank: int, broken: bool = False) -> list[str]:
             grads = [torch.randn_like(y) for y in expected]
             torch.autograd.backward(expected, grads)
             torch.autograd.backward(
-                actual,
-                [distribute_tensor(g, mesh, where(d)) for g, d in zip(grads, out_dims)],
+                actual, [distribute_tensor(g, mesh, where(d)) for g, d in zip(grads, out_dims)]
             )
             for y, truth in zip(actual, expected, strict=True):
                 assert_close_f64(y.full_tensor().detach(), truth.detach(), 1e-12)

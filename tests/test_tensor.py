@@ -238,11 +238,7 @@ CASES = {
         (IDS, draw(1, 8, 5), "tp", 7, True),
         {"ids": R, "weight": S(0)},
     ),
-    "loss": (
-        LOSS,
-        (draw(1, 6, 8), IDS, VOCABULARY, "tp", False),
-        {"logits": S(1), "labels": R},
-    ),
+    "loss": (LOSS, (draw(1, 6, 8), IDS, VOCABULARY, "tp", False), {"logits": S(1), "labels": R}),
 }
 
 

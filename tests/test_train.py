@@ -23,12 +23,7 @@ from threads import run_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import warpweave.train.command as train
-from warpweave.checkpoint import (
-    CheckpointError,
-    config_digest,
-    open_checkpoint,
-    open_latest,
-)
+from warpweave.checkpoint import CheckpointError, config_digest, open_checkpoint, open_latest
 from warpweave.data import write_token_file
 from warpweave.kernels.runtime import tiles
 from warpweave.kernels.runtime.tile_table import AttentionTile, TileRow, write_table

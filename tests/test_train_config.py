@@ -129,10 +129,7 @@ def test_the_plans_fields_are_refused_of_workers_or_are_their_micro_batches():
         ({"staleness": "unbounded"}, None),
         ({"dtype": "fp16"}, "dtype = fp16 needs loss scaling"),
         *(({"dtype": dtype}, None) for dtype in ("fp32", "bf16", "fp64", None)),
-        (
-            {"optimizer": "muon"},
-            "--server needs an elementwise optimizer, got muon",
-        ),
+        ({"optimizer": "muon"}, "--server needs an elementwise optimizer, got muon"),
         *(({"optimizer": rule}, None) for rule in ("adamw", "nadamw", "sgd")),
         ({"dp": 4}, None),
     ],

@@ -20,13 +20,7 @@ from warpweave.parallel.data.optimizer import SGD, AdamW, LossScale, Muon, NAdam
 from warpweave.parallel.data.ordered import exact_sum
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.data.reduce import end_to_end
-from warpweave.parallel.data.unit import (
-    Placement,
-    Unit,
-    make_unit,
-    version_age,
-    zero_placement,
-)
+from warpweave.parallel.data.unit import Placement, Unit, make_unit, version_age, zero_placement
 from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.shard import Cut, ParamRecord
