@@ -161,13 +161,8 @@ def test_the_figures_of_the_layout_page_are_the_estimates():
         ranks = estimate(step)
         most = max(ranks, key=lambda rank: rank.total)
         parts = (
-            most.weights,
-            most.gradients,
-            most.optimizer,
-            most.activations,
-            most.gpu,
-            most.total,
-        )
+            most.weights, most.gradients, most.optimizer, most.activations, most.gpu, most.total,
+        )  # fmt: skip
         assert [f"{part / 2**30:.1f}" for part in parts] == re.findall(r"[\d.]+", found[3]), line
     assert rows == 11
 

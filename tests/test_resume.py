@@ -80,25 +80,17 @@ def test_a_run_goes_on_from_its_own_state_and_says_nothing(config):
 @pytest.mark.parametrize(
     ("saved", "now", "words"),
     [
-        (
-            TrainConfig(), OUTER,
-            "trained with no outer optimizer, but this run has the outer settings {'replicas': 2",
-        ),
-        (
-            OUTER, TrainConfig(),
-            r"the outer settings {'replicas': 2, .*}, but this run has no outer optimizer$",
-        ),
+        (TrainConfig(), OUTER,
+         "trained with no outer optimizer, but this run has the outer settings {'replicas': 2"),
+        (OUTER, TrainConfig(),
+         r"the outer settings {'replicas': 2, .*}, but this run has no outer optimizer$"),
         (OUTER, dataclasses.replace(OUTER, outer=3), r"'replicas': 2, .* has .* {'replicas': 3"),
         (OUTER, dataclasses.replace(OUTER, outer_lr=0.5), r"'lr': 0.7, .* run has .*'lr': 0.5"),
         (OUTER, dataclasses.replace(OUTER, outer_mix=0.5), r"'mix': 0.25, .* run has .*'mix': 0.5"),
-        (
-            TrainConfig(seed=4), TrainConfig(seed=5),
-            "was trained with seed 4, but this run has seed 5; pass --seed 4$",
-        ),
-        (
-            TrainConfig(seed=3), TrainConfig(),
-            "was trained with seed 3, but this run has seed 0; pass --seed 3$",
-        ),
+        (TrainConfig(seed=4), TrainConfig(seed=5),
+         "was trained with seed 4, but this run has seed 5; pass --seed 4$"),
+        (TrainConfig(seed=3), TrainConfig(),
+         "was trained with seed 3, but this run has seed 0; pass --seed 3$"),
         (TrainConfig(optimizer="muon"), TrainConfig(), "optimizer muon, whose state does not fit"),
         (TrainConfig(), TrainConfig(optimizer="sgd"), "optimizer adamw, whose state does not fit"),
         (TrainConfig(optimizer="nadamw"), TrainConfig(), "optimizer nadamw, whose state does not"),

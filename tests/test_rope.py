@@ -257,12 +257,9 @@ def _transformers(scaling: RopeScaling, kind: str, more: dict, head_dim, part, t
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = {
-        "rope_type": kind,
-        "rope_theta": theta,
-        "factor": scaling.factor,
-        "partial_rotary_factor": part,
-        **more,
-    }
+        "rope_type": kind, "rope_theta": theta, "factor": scaling.factor,
+        "partial_rotary_factor": part, **more,
+    }  # fmt: skip
     if scaling.original_length:
         parameters["original_max_position_embeddings"] = scaling.original_length
     config = LlamaConfig(

@@ -335,25 +335,17 @@ SPLIT = with_comm(with_update(split_backward(one_f_one_b(2, 2))))
         (swap(gpipe(2, 2), "1F1", "1B1"), "1B1 comes before 1F1"),
         (edit(gpipe(2, 2), "1F1", "0F1"), "stage 0 must be on one rank, got ranks 0 and 1"),
         (gpipe(4, 1)[:2] + gpipe(4, 1)[3:], r"numbered .* without gaps, got \[0, 1, 3\]"),
-        (
-            edit(gpipe(2, 1), "1F0", "1F0@1"),
-            "1B0 uses version 0 of the weights, but the F of the same micro-batch read version 1",
-        ),
+        (edit(gpipe(2, 1), "1F0", "1F0@1"),
+         "1B0 uses version 0 of the weights, but the F of the same micro-batch read version 1"),
         (edit(ZERO, "1REDUCE"), "stage 1: the gradients of 1B0 1B1 have no REDUCE before UPDATE"),
-        (
-            swap(ZERO, "1B1", "1REDUCE"),
-            "stage 1: the gradients of 1B1 have no REDUCE before UPDATE",
-        ),
-        (
-            swap(ZERO, "0TIE", "0REDUCE"),
-            "stage 0: the gradients of 0B0 0B1 have no REDUCE before TIE",
-        ),
+        (swap(ZERO, "1B1", "1REDUCE"),
+         "stage 1: the gradients of 1B1 have no REDUCE before UPDATE"),
+        (swap(ZERO, "0TIE", "0REDUCE"),
+         "stage 0: the gradients of 0B0 0B1 have no REDUCE before TIE"),
         (edit(ZERO, "2TIE"), "stage 2: the gradients of 2B0 2B1 have no TIE before UPDATE"),
         (swap(VEE, "3W0", "0TIE"), "stage 0: the gradients of 3W0 have no TIE before UPDATE"),
-        (
-            edit(ZERO, "1REDUCE", "1REDUCE", "1TIE"),
-            r"1TIE: a TIE is allowed only on stages \[0, 2\]",
-        ),
+        (edit(ZERO, "1REDUCE", "1REDUCE", "1TIE"),
+         r"1TIE: a TIE is allowed only on stages \[0, 2\]"),
         (edit(ZERO, "1F1", "99REDUCE", "1F1"), r"numbered .* without gaps, got \[0, 1, 2, 99\]"),
         (edit(gpipe(2, 1), "1B0", "1B0", "1F7"), "stage 0 micro-batch 1 has 0 F, 0 B"),
         (swap(gpipe(2, 2), "0F0", "0B0"), "0B0 comes before 0F0"),
@@ -391,13 +383,9 @@ def test_acknowledged_sends_follow_from_the_messages_that_answer_them() -> None:
     known = acknowledged(with_comm(one_f_one_b(2, 3)))
     text = {str(a): " ".join(map(str, sends)) for a, sends in known.items()}
     assert text == {
-        "0RECV_B0": "0SEND_F0",
-        "0RECV_B1": "0SEND_F1",
-        "0RECV_B2": "0SEND_F2",
-        "1RECV_F0": "",
-        "1RECV_F1": "",
-        "1RECV_F2": "1SEND_B0",
-    }
+        "0RECV_B0": "0SEND_F0", "0RECV_B1": "0SEND_F1", "0RECV_B2": "0SEND_F2", "1RECV_F0": "",
+        "1RECV_F1": "", "1RECV_F2": "1SEND_B0",
+    }  # fmt: skip
 
 
 def test_few_sends_are_ever_kept() -> None:

@@ -31,18 +31,14 @@ NAN, LATE = float("nan"), {"staleness": None, "joint": False}
     [
         (lambda: ServerPlan(servers=0), "servers must be at least 1, got 0"),
         (lambda: ServerPlan(servers=1), None),
-        (
-            lambda: ServerPlan(staleness=-1, joint=False),
-            "staleness must be at least 0, or None, got -1",
-        ),
+        (lambda: ServerPlan(staleness=-1, joint=False),
+         "staleness must be at least 0, or None, got -1"),
         (lambda: ServerPlan(staleness=0, joint=False), None),
         (lambda: ServerPlan(staleness=1), "staleness must be 0 with joint=True, got 1;"),
         (lambda: ServerPlan(staleness=None), "staleness must be 0 with joint=True, got None;"),
         (lambda: ServerPlan(compensation=-1e-9, **LATE), "compensation must be at least 0, .* -1e"),
-        (
-            lambda: ServerPlan(compensation=1e-9),
-            r"exactly 0 with joint=True \(no gradient is delayed\), got 1e-09",
-        ),
+        (lambda: ServerPlan(compensation=1e-9),
+         r"exactly 0 with joint=True \(no gradient is delayed\), got 1e-09"),
         (lambda: ServerPlan(compensation=1e-9, **LATE), None),
         (lambda: ServerPlan(clip=0.0), "clip must be positive, or None for no clipping, got 0.0"),
         (lambda: ServerPlan(clip=NAN), "clip must be positive, or None for no clipping, got nan"),
@@ -56,7 +52,7 @@ NAN, LATE = float("nan"), {"staleness": None, "joint": False}
         (lambda: ServerPlan(save_minutes=NAN), ">= 0, got 60.0, 0 and nan"),
         (lambda: ServerPlan(save_minutes=1e-9), None),
     ]
-)
+)  # fmt: skip
 def test_numbers_of_a_server_plan_are_taken_up_to_their_bounds(call, words) -> None:
     check(call, words)
 
@@ -353,11 +349,8 @@ def test_a_mailbox_gives_the_first_header_and_each_once() -> None:
         *[(host, None, None) for host in ("localhost", "::1", "127.0.0.1", "127.9.0.1")],
         *[("127.0.0.1", name, None) for name in ("lo", "lo0")],
         *[
-            (
-                host,
-                "eth7",
-                f"=eth7 would open sockets on the network, but the store on {host} is only for",
-            )
+            (host, "eth7",
+             f"=eth7 would open sockets on the network, but the store on {host} is only for")
             for host in ("localhost", "::1", "127.0.0.1", "127.9.0.1")
         ],
         ("", None, "^the store on every address is open to the network; .*, so use 127.0.0.1$"),
@@ -370,7 +363,7 @@ def test_a_mailbox_gives_the_first_header_and_each_once() -> None:
         ("10.1.2.4", "eth7", None),
         ("128.0.0.1", "eth7", None),
     ],
-)
+)  # fmt: skip
 def test_what_listens_on_the_network_is_refused(host, interface, words, monkeypatch) -> None:
     found = [(socket.AF_INET, 1, 6, "", (at, 0)) for at in ("10.1.2.3", "fe80::7")]
     monkeypatch.setattr(link.socket, "gethostname", lambda: "here")

@@ -160,13 +160,9 @@ def _refused(rank: int) -> None:
         ValueError, match=rf"T divisible by the {ranks} tensor-parallel ranks, got ids\[11\]"
     ):
         tensor.vocab_parallel_embedding(
-            labels[:11],
-            draw(1, PADDED // ranks, E),
-            group=group,
-            vocab_size=VOCAB,
-            padded_vocab_size=PADDED,
-            sequence_parallel=True,
-        )
+            labels[:11], draw(1, PADDED // ranks, E), group=group, vocab_size=VOCAB,
+            padded_vocab_size=PADDED, sequence_parallel=True,
+        )  # fmt: skip
 
 
 def test_gathered_logits_and_uneven_tokens_are_refused() -> None:

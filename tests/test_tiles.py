@@ -289,10 +289,8 @@ PRODUCT = {**_without("head_dim"), "kernel": "gemm", "kind": "large", "tile": GE
         ([{**GOOD, "shipped_us": float("nan")}], r"shipped_us must be microseconds, got nan"),
         ([{**GOOD, "tile": {**GOOD["tile"], "stages": True}}], r"must be an integer, got True"),
         ([{**GOOD, "tile": {**GOOD["tile"], "stages": 9}}], r"stages must be 1, .* 8, got 9"),
-        (
-            [_without("triton")],
-            r"row 1: expected the keys \['device', .*'triton'\], got \['device'",
-        ),
+        ([_without("triton")],
+         r"row 1: expected the keys \['device', .*'triton'\], got \['device'"),
         ([{**_without("device"), "capability": 90}], r"expected the keys \['device'"),
         ([{**GOOD, "speed": 1}], r"expected the keys .*, got .*'speed'"),
         ([{**GOOD, "device": ""}], r"device must be a device's name, got ''"),
@@ -306,14 +304,9 @@ PRODUCT = {**_without("head_dim"), "kernel": "gemm", "kind": "large", "tile": GE
         ([{**GOOD, "tile": {**GOOD["tile"], "q": 48}}], r"tile.q must be 16, .* 1024, got 48"),
         ([{**GOOD, "tile": {**GOOD["tile"], "warps": 3}}], r"warps must be 1, .* or 32, got 3"),
         ([{**GOOD, "kernel": "gemm"}], r"expected the keys .*'kind'"),
-        (
-            [{**PRODUCT, "kind": ["large"]}],
-            r"kind must be one of large, heavy, small, wide, symmetric, got \['large'\]",
-        ),
-        (
-            [{**PRODUCT, "tile": {**GEMM, "n": 16}}],
-            r"tile.n must be 32, .* got 16",
-        ),
+        ([{**PRODUCT, "kind": ["large"]}],
+         r"kind must be one of large, heavy, small, wide, symmetric, got \['large'\]"),
+        ([{**PRODUCT, "tile": {**GEMM, "n": 16}}], r"tile.n must be 32, .* got 16"),
     ],
 )  # fmt: skip
 def test_a_row_that_is_wrong_is_refused_with_file_row_and_value(table, rows, message) -> None:
@@ -333,18 +326,14 @@ def test_a_row_that_is_wrong_is_refused_with_file_row_and_value(table, rows, mes
         (b"\xff\xfe\x00", "can't decode"),
         (b"[" * 100_000, "recursion"),
         (b"[]", r"it must be an object, got \[\]$"),
-        (
-            b'{"format": "warpweave tiles 2", "rows": []}',
-            'format must be "warpweave tiles 1", got .war',
-        ),
+        (b'{"format": "warpweave tiles 2", "rows": []}',
+         'format must be "warpweave tiles 1", got .war'),
         (b'{"format": "warpweave tiles 1"}', "it has no rows$"),
         (b'{"format": "warpweave tiles 1", "rows": {}}', "rows must be a list, .*, got {}$"),
-        (
-            b'{"format": "warpweave tiles 1", "rows": [], "us": 1}',
-            "unknown field 'us'; expected format, rows$",
-        ),
+        (b'{"format": "warpweave tiles 1", "rows": [], "us": 1}',
+         "unknown field 'us'; expected format, rows$"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_is_no_table_is_refused(table, content, message) -> None:
     table.parent.mkdir()
     table.write_bytes(content)

@@ -93,13 +93,10 @@ OTHERS = {  # one more word, of a module or parameter that may not exist, and th
     "a row outside": ("base.embed", "rowwise", "base.embed: rowwise has no counterpart", True),
     "experts' own": ("base.layers.*.mlp.experts", "moe_tp_experts", "has no counterpart", False),
     "a parameter": (
-        "base.layers.*.mlp.w",
-        "colwise",
-        "w: the tp_plan shards a single parameter, ",
-        False,
+        "base.layers.*.mlp.w", "colwise", "w: the tp_plan shards a single parameter, ", False,
     ),
     "packed": ("base.layers.*.mlp.w", "packed_colwise", "packed_colwise has no counte", False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHERS)

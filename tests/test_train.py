@@ -318,17 +318,9 @@ def test_a_resumed_run_says_every_setting_that_is_another(tmp_path, capsys):
              "lr_schedule": "cosine", "decay": 0.2, "eps": 1e-8, "packed": False,
              "separator": None}  # fmt: skip
     now = {
-        "lr": 0.01,
-        "min_lr": 0.3,
-        "warmup": 1,
-        "weight_decay": 0.2,
-        "clip": 0.5,
-        "lr_schedule": "wsd",
-        "decay": 0.4,
-        "eps": 1e-6,
-        "packed": True,
-        "separator": 32,
-    }
+        "lr": 0.01, "min_lr": 0.3, "warmup": 1, "weight_decay": 0.2, "clip": 0.5,
+        "lr_schedule": "wsd", "decay": 0.4, "eps": 1e-6, "packed": True, "separator": 32,
+    }  # fmt: skip
     capsys.readouterr()
     betas = {"betas": (0.5, 0.9)}
     _trainer(_replace(config, resume=True, steps=6, microbatches=3, dtype="bf16", **betas, **now))
@@ -356,13 +348,11 @@ def test_a_resume_that_is_another_run_is_refused(tmp_path):
     other.write_bytes(config.data.read_bytes()[::-1])
     before = sorted(config.out.rglob("*"))
     for changes, words in (
-        (
-            {"width": 32, "heads": 4},
-            "a different config; heads: saved 2, now 4; width: saved 16, now",
-        ),
+        ({"width": 32, "heads": 4},
+         "a different config; heads: saved 2, now 4; width: saved 16, now"),
         ({"data": other}, "was trained on different data: .*text .*, but this run uses .*other"),
         ({"seed": 3}, "was trained with seed 0, but this run has seed 3; pass --seed 0$"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(CheckpointError, match=words) as caught:
             _trainer(_replace(config, resume=True, **changes))
         assert "\n" not in str(caught.value)

@@ -52,15 +52,12 @@ def test_a_command_starts_ranks_if_any_axis_or_server_or_restart_asks_for_it(cha
     [
         ({"outer": 2, "tp": 3}, 9, "outer=2 x dp=any x cp=1 x tp=3 x pp=1 has 6 ranks, but 9"),
         ({"dp": 4, "cp": 5}, 7, "mesh dp=4 x cp=5 x tp=1 x pp=1 has 20 ranks, but 7 were"),
-        (
-            {"dp": 2, "outer": 3, "pp": 5},
-            29,
-            "outer=3 x dp=2 x cp=1 x tp=1 x pp=5 has 30 ranks, but 29",
-        ),
+        ({"dp": 2, "outer": 3, "pp": 5}, 29,
+         "outer=3 x dp=2 x cp=1 x tp=1 x pp=5 has 30 ranks, but 29"),
         ({"dp": 2, "outer": 3, "pp": 5}, 30, None),
         ({"outer": 2, "tp": 3}, 12, None),
     ],
-)
+)  # fmt: skip
 def test_a_mesh_that_does_not_fit_is_named_with_all_its_axes(axes, ranks, words):
     config = TrainConfig(outer_every=4, **axes)
     if words is None:
@@ -120,10 +117,8 @@ def test_the_plans_fields_are_refused_of_workers_or_are_their_micro_batches():
     ("changes", "words"),
     [
         ({"tiles": Path("x.json")}, "--server workers do not read tile tables"),
-        (
-            {"compensation": 0.5},
-            "compensation = 0.5 needs delayed gradients, but staleness is 0; pass",
-        ),
+        ({"compensation": 0.5},
+         "compensation = 0.5 needs delayed gradients, but staleness is 0; pass"),
         ({"compensation": 0.5, "staleness": 1}, None),
         ({"compensation": 0.5, "staleness": "unbounded"}, None),
         ({"staleness": "unbounded"}, None),
@@ -133,7 +128,7 @@ def test_the_plans_fields_are_refused_of_workers_or_are_their_micro_batches():
         *(({"optimizer": rule}, None) for rule in ("adamw", "nadamw", "sgd")),
         ({"dp": 4}, None),
     ],
-)
+)  # fmt: skip
 def test_what_servers_can_do_is_told_before_they_start(changes, words):
     config = TrainConfig(**{"server": 2} | changes)
     if words is None:

@@ -197,21 +197,17 @@ def test_rows_replace_those_of_their_key_only(tmp_path) -> None:
     ("arguments", "message"),
     [
         ([], "there is none; pass --dry --target sm_90 to only list the tiles that compile"),
-        (
-            ["--dry", "--output", "x.json"],
-            "--dry does not write a table; leave out --output x.json",
-        ),
+        (["--dry", "--output", "x.json"],
+         "--dry does not write a table; leave out --output x.json"),
         (["--head-dims", "64", "257"], "head dims must be 1..256, got [257]"),
         (["--steps", "0"], "steps must be 1 or 2, got 0"),
         (["--minutes", "0"], "minutes must be in (0, 1440], got 0.0"),
         (["--dry"], "needs Triton with TRITON_INTERPRET unset"),
-        (
-            ["--target", "sm_80"],
-            "--target sm_80 requires --dry: without it, tune measures this GPU",
-        ),
+        (["--target", "sm_80"],
+         "--target sm_80 requires --dry: without it, tune measures this GPU"),
         (["--dry", "--kernels"], "nothing to tune: --kernels, --dtypes, or --head-dims is empty"),
     ],
-)
+)  # fmt: skip
 def test_it_says_in_one_line_what_it_cannot_do(capsys, table, arguments, message) -> None:
     with pytest.raises(SystemExit) as end:
         command.run(parse(arguments))

@@ -301,10 +301,8 @@ def test_each_other_call_of_a_product_passes_what_its_name_says(monkeypatch, dty
         "qkv": (
             "qkv_fwd", [(2, T // 2, E), (1, 6, D, E), None, *[(T // 2, D // 2)] * 2], {}
         ),
-        "odd sizes": (
-            "fused_gemm", [(T - 1, E - 1), (E - 1, E + 2)],
-            z | {"activation": "swiglu", "residual": (T - 1, (E + 2) // 2)},
-        ),
+        "odd sizes": ("fused_gemm", [(T - 1, E - 1), (E - 1, E + 2)],
+                      z | {"activation": "swiglu", "residual": (T - 1, (E + 2) // 2)}),
     }  # fmt: skip
     names = [(name, name, None) for name in ("gelu_erf", "relu2")] + [("plain", None, None)]
     slopes = [(name, name, None) for name in ("gelu", "gelu_erf", "relu2", "swiglu", "geglu")]

@@ -178,11 +178,8 @@ def test_pipeline_refuses_what_does_not_fit():
         (tied, {}, r"stage 1 shares \S+ with stage 0"),
         ([], {}, r"the number of modules \(0\) must be a positive multiple of pp = 1"),
         (stages(1), {"schedule": "pipedream"}, "pipedream updates .* choose one of v-half, "),
-        (
-            stages(1),
-            {"schedule": "1F1B"},
-            r"schedule must be one of v-half, (?!.*pipedream).*'1f1b'",
-        ),
+        (stages(1), {"schedule": "1F1B"},
+         r"schedule must be one of v-half, (?!.*pipedream).*'1f1b'"),
         (stages(3), {"schedule": "1f1b"}, "1f1b needs 1 modules on pp = 1, got 3"),
         (stages(1), {"schedule": "zb-v"}, "zb-v needs 2 modules on pp = 1, got 1"),
         (stages(1), {"loss": nn.MSELoss}, r"loss must be a function .* got <class .*MSELoss"),
@@ -191,7 +188,7 @@ def test_pipeline_refuses_what_does_not_fit():
         ([Block().to("meta")], {}, "is on the meta device; materialize"),
         ([Block()], {"microbatches": 2.0}, "microbatches must be an integer, got 2.0"),
         ([Block(), Block().double()], {}, "float64 parameters cannot be mixed"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             Pipeline(modules, one, **{"loss": loss_of, "schedule": "interleaved", **options})
     pipeline = Pipeline(stages(1), one, loss=loss_of, microbatches=4)
@@ -352,19 +349,15 @@ def test_zero_refuses_what_does_not_fit():
         (lambda: Zero(nested, one, stage=4), "the ZeRO stage must be one of 0, 1, 2, 3, got 4"),
         (lambda: Zero(nested, one, clip=-1.0), "clip must be positive, or None"),
         (lambda: Zero(nested, one, stage="3"), "the ZeRO stage must be one of 0, 1, 2, 3, got '3'"),
-        (
-            lambda: Zero(nested, one, rule=torch.optim.AdamW),
-            r"rule must be .* as AdamW\(\), got <class",
-        ),
+        (lambda: Zero(nested, one, rule=torch.optim.AdamW),
+         r"rule must be .* as AdamW\(\), got <class"),
         (lambda: Zero(nested, one, blocks=[nested[0], nested[0][0]]), "is a block inside a block"),
         (lambda: Zero(nn.Tanh(), one), "has no parameter that requires a gradient"),
         (lambda: Zero(Opaque(), one).model(torch.ones(1, 2)), "returned a set in which no tensor"),
         (lambda: Zero(Block().to("meta"), one), "is on the meta device"),
-        (
-            lambda: Zero(Block(), one).step(LR),
-            r"before zero.step\(\) must be microbatches = 1, got 0",
-        ),
-    ):
+        (lambda: Zero(Block(), one).step(LR),
+         r"before zero.step\(\) must be microbatches = 1, got 0"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             make()
 
