@@ -291,9 +291,7 @@ def test_meshes_whose_types_cannot_be_checked_are_refused(monkeypatch) -> None:
 
 @pytest.mark.parametrize("wrong", [None, 0, 2])
 @pytest.mark.parametrize("preset", [None, "llama-70b"])
-def test_types_are_checked_stage_by_stage_of_the_model_that_would_be_trained(
-    monkeypatch, capsys, preset, wrong
-) -> None:
+def test_types_are_checked_stage_by_stage_of_the_trained_model(monkeypatch, capsys, preset, wrong):
     """A preset has the layout's dropout, because its program has one more operation with it."""
     seen: list[tuple] = []
 

@@ -50,9 +50,7 @@ def _holds(optimizer: ZeroOptimizer, owner: int) -> None:
             assert torch.equal(param.detach(), _value(record.name, "param", owner).bfloat16())
 
 
-def _recovered(
-    mesh: ConnectedMesh, zero: int, old: Mesh, source: int, empty: int | None, alike: bool
-) -> None:
+def _recovered(mesh, zero: int, old: Mesh, source: int, empty: int | None, alike: bool) -> None:
     """Give replicas separate states, from a mesh of another size; replica `empty` has none."""
     axis = "replica" if zero else "dp"
     me, group = mesh.index(axis), mesh.group(axis)

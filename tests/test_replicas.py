@@ -267,7 +267,7 @@ SUM, BAD_SUM = _Note("sum", False, "a sum"), _Note("sum", True, "a sum")
         ([OWN, BAD_SUM], [WELL, SUM], {0: "mlp"}),
     ],
 )
-def test_nan_comes_from_whoever_has_it_before_it_could_come_from_others(
+def test_nan_comes_from_who_has_it_before_others_could_pass_it_on(
     monkeypatch, first, second, found
 ):
     monkeypatch.setattr(not_finite, "_Notes", GivenNotes)

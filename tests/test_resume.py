@@ -211,9 +211,8 @@ def test_progress_that_was_not_saved_is_derived(missing):
 def test_a_run_that_must_go_on_is_refused_where_there_is_no_checkpoint(tmp_path):
     model, folder = TrainConfig(model="toy").model_config(256), tmp_path / "none"
     for given in ((), (True,)):
-        with pytest.raises(
-            CheckpointError, match=f"^nothing to resume from: no checkpoint in {folder}$"
-        ):
+        words = f"^nothing to resume from: no checkpoint in {folder}$"
+        with pytest.raises(CheckpointError, match=words):
             open_run(folder, model, None, *given)
     assert open_run(folder, model, None, False) is None
     assert open_run(folder, model, None, "auto") is None

@@ -30,9 +30,7 @@ NAMES = ("o", "lse", "dq", "dk", "dv")
 Tensors = tuple[torch.Tensor, ...]
 
 
-def whole_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None = None
-) -> Tensors:
+def whole_attention(q, k, v, causal: bool, window: int | None = None) -> Tensors:
     """Compute (o, lse) on one device, written out: no kernel, no layout, no merge."""
     s = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2))
     s = s / math.sqrt(q.shape[3])
@@ -93,13 +91,7 @@ class Case:
         return tuple(self.layout.unshard(parts, d) for parts, d in zip(zip(*results), dims))
 
 
-def emulate(
-    case: Case,
-    *,
-    overlap: bool = True,
-    do_mask: torch.Tensor | None = None,
-    impl: str | None = None,
-) -> Tensors:
+def emulate(case: Case, *, overlap: bool = True, do_mask=None, impl: str | None = None) -> Tensors:
     """Return the whole o, lse, dq, dk, dv of a ring whose ranks all run in this process."""
     ranks = range(case.layout.parts)
     shards = [case.shard(rank) for rank in ranks]
@@ -131,9 +123,7 @@ def assert_equal_to_whole(case: Case, got: Tensors, rtol: float = 1e-11) -> None
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 @pytest.mark.parametrize(("causal", "kv_heads"), [(True, 4), (True, 1), (False, 1)])
 @pytest.mark.parametrize(("parts", "chunk"), [(1, 3), (2, 5), (3, 3), (4, 2), (8, 1)])
-def test_ring_equals_whole_attention(
-    kind: str, causal: bool, kv_heads: int, parts: int, chunk: int
-) -> None:
+def test_ring_equals_whole_attention(kind, causal, kv_heads, parts, chunk) -> None:
     layout = SequenceLayout(2 * parts * chunk, parts, kind)
     case = Case(layout, causal=causal, kv_heads=kv_heads)
     assert_equal_to_whole(case, emulate(case))

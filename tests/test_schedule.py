@@ -366,9 +366,8 @@ def test_a_given_number_of_micro_batches_is_checked() -> None:
 
 def test_deadlocks_name_what_each_rank_waits_for() -> None:
     lists = swap(gpipe(2, 1), "0F0", "0B0")
-    with pytest.raises(
-        ValueError, match="rank 0 at 0B0 waits for 0F0 and 1I0; rank 1 at 1F0 waits"
-    ):
+    words = "rank 0 at 0B0 waits for 0F0 and 1I0; rank 1 at 1F0 waits"
+    with pytest.raises(ValueError, match=words):
         order(lists)
 
 

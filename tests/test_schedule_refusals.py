@@ -263,9 +263,8 @@ def test_numbers_of_several_digits_negative_versions_and_blanks_are_read() -> No
 )  # fmt: skip
 def test_a_field_that_is_no_action_is_refused_with_its_row_and_place(field: str) -> None:
     words = "row 2 field 3: expected [stage][op][micro-batch][@version], as in 2F0, or "
-    with pytest.raises(
-        ValueError, match=f"^{re.escape(words)}[^\n]*, got {re.escape(repr(field))}$"
-    ):
+    words = f"^{re.escape(words)}[^\n]*, got {re.escape(repr(field))}$"
+    with pytest.raises(ValueError, match=words):
         from_csv(f"0F0\n1F0,1B0\n2F0,,2B0,{field},2F1")
 
 

@@ -490,7 +490,6 @@ def test_a_silent_server_0_and_parameters_of_another_server_are_errors(monkeypat
             Server(dist.HashStore(), index, ServerPlan(2), shard, records=records, lr=lambda c: 1.0)
     swapped = [ParamRecord("big", (3,)), ParamRecord("small", (4,))]
     shard = Shard(spread(swapped, 2)[0], lambda r: torch.zeros(r.shape), SGD())
-    with pytest.raises(
-        ValueError, match=r"needs the 1 parameters .* got a different set of 1 parameters"
-    ):
+    words = r"needs the 1 parameters .* got a different set of 1 parameters"
+    with pytest.raises(ValueError, match=words):
         Server(dist.HashStore(), 0, ServerPlan(2), shard, records=RECORDS, lr=lambda c: 1.0)

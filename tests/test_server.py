@@ -408,9 +408,7 @@ def _quick(**changed) -> ServerPlan:
 
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("mode", ["synchronous", "ssp 2"])
-def test_the_run_goes_on_without_a_worker_that_hangs_and_with_one_that_joins(
-    servers, mode, monkeypatch
-):
+def test_run_goes_on_without_a_hanging_worker_and_with_one_that_joins(servers, mode, monkeypatch):
     """Worker 1 hangs at clock 2 within its computation, which is noticed after the timeout."""
     staleness, joint = MODES[mode]
     plan = _quick(servers=servers, staleness=staleness, joint=joint, timeout=5.0)
@@ -509,9 +507,8 @@ def test_a_worker_of_another_model_is_refused(monkeypatch):
     place = _Place(_quick(), SGD(), monkeypatch)
     place.serve(range(1))
     other = records_of(nn.Linear(5, 7))
-    with pytest.raises(
-        ValueError, match="a different model: the digest of its parameter names, shapes"
-    ):
+    words = "a different model: the digest of its parameter names, shapes"
+    with pytest.raises(ValueError, match=words):
         place.worker(records=other)
     with pytest.raises(ValueError, match="this worker has a different model"):
         place.worker(dtype=torch.float32)

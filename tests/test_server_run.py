@@ -151,9 +151,7 @@ def test_each_update_has_a_row_of_what_its_terms_say(tmp_path):
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_last_line_is_for_the_newest_checkpoint_and_keep_limits_their_number(
-    tmp_path, stopped, capsys
-):
+def test_last_line_names_the_newest_checkpoint_and_keep_limits_them(tmp_path, stopped, capsys):
     served = _served(tmp_path)
     notes = RunNotes(served, None)
     with mock.patch.object(notes.metrics, "flush") as flushed:
@@ -492,9 +490,7 @@ def test_servers_begin_as_asked_and_start_again_from_what_is_saved(
         ({"worker0": [1], "worker1": [-9], "worker2": [2]}, 1, [0, 1, 2], "no workers are left"),
     ],
 )
-def test_a_run_ends_as_its_servers_do_or_when_no_worker_is_left(
-    quick, capsys, codes, code, told, says
-):
+def test_run_ends_as_its_servers_or_when_no_worker_is_left(quick, capsys, codes, code, told, says):
     watch = _Servers(**codes)
     watch.store.set("result", '{"updates": 3}')
     with pytest.raises(SystemExit, match=rf"^{code}$") if code else nullcontext():

@@ -51,7 +51,7 @@ def test_peak_activations(p: int, m: int) -> None:
 @pytest.mark.parametrize("generate", [gpipe, one_f_one_b])
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 4), (4, 9)])
 def test_sending_gradients_first_saves_a_w_per_hop_at_equal_peak_activations(
-    generate, p: int, m: int
+    generate, p, m
 ) -> None:
     costs = {"F": 1, "B": 2, "I": 1, "W": 1}
     whole, early = simulate(generate(p, m), costs), simulate(send_first(generate(p, m)), costs)

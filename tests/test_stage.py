@@ -69,9 +69,7 @@ def _unit(k: int, layer: nn.Module, mesh, stage: int = 0) -> Unit:
     )
 
 
-def _chain(
-    layers, mesh=None, *, stage: int = 0, recompute: bool = False, trace=None, **options
-) -> ChainStage:
+def _chain(layers, mesh=None, *, stage=0, recompute=False, trace=None, **options) -> ChainStage:
     """Make the layers segments; the first one gets the batch itself, the last returns the loss."""
     trace = trace if trace is not None else (lambda k: None)
 
@@ -134,9 +132,7 @@ def _one_graph(layers, batches) -> tuple[list[torch.Tensor], list[torch.Tensor]]
 @pytest.mark.parametrize("order", ["FB", "F B"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_backward_through_cut_segments_equals_one_autograd_graph_bit_for_bit(
-    dtype, recompute, order
-):
+def test_backward_through_cut_segments_equals_one_graph_bit_for_bit(dtype, recompute, order):
     losses, grads = _one_graph(_layers(4, dtype), _batches(dtype))
     chain = _chain(_layers(4, dtype), recompute=recompute)
     found = _run(chain, _batches(dtype), order)

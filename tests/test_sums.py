@@ -45,9 +45,7 @@ def share(t: Tensor, dim: int | None, group: Group | None) -> Tensor:
     return t if dim is None else t.chunk(group_size(group), dim)[group_rank(group)]
 
 
-def leaves(
-    group: Group | None, dtype: torch.dtype, *given: tuple[Tensor, int | None]
-) -> list[Tensor]:
+def leaves(group: Group | None, dtype: torch.dtype, *given: tuple[Tensor, int | None]):
     """Return x and the parameters of `given`, each with the sharded dim;
     their gradients are fp32."""
     mine = [share(t, dim, group).to(dtype, copy=True).requires_grad_() for t, dim in given]

@@ -146,9 +146,8 @@ def _refused(rank: int) -> None:
     labels = torch.zeros(T, dtype=torch.int64)
     for padded in (None, PADDED):  # logits that were gathered already: loss + log(R) if accepted
         size = padded or -(-VOCAB // ranks) * ranks
-        with pytest.raises(
-            ValueError, match=rf"rank {rank}: {size} logits columns on each of {ranks}"
-        ):
+        words = rf"rank {rank}: {size} logits columns on each of {ranks}"
+        with pytest.raises(ValueError, match=words):
             tensor.vocab_parallel_cross_entropy(
                 draw(1, T, size), labels, group=group, vocab_size=VOCAB, padded_vocab_size=padded
             )
@@ -156,9 +155,8 @@ def _refused(rank: int) -> None:
         tensor.row_parallel_linear(
             draw(1, 11, 4), draw(2, 3, 4), group=group, sequence_parallel=True
         )
-    with pytest.raises(
-        ValueError, match=rf"T divisible by the {ranks} tensor-parallel ranks, got ids\[11\]"
-    ):
+    words = rf"T divisible by the {ranks} tensor-parallel ranks, got ids\[11\]"
+    with pytest.raises(ValueError, match=words):
         tensor.vocab_parallel_embedding(
             labels[:11], draw(1, PADDED // ranks, E), group=group, vocab_size=VOCAB,
             padded_vocab_size=PADDED, sequence_parallel=True,

@@ -82,9 +82,7 @@ def test_every_row_is_reached_by_some_call() -> None:
                 assert row.key in first or not own
 
 
-def test_first_tile_row_that_matches_triton_version_and_variants_is_used(
-    tmp_path, monkeypatch
-) -> None:
+def test_first_row_that_matches_triton_version_and_variants_is_used(tmp_path, monkeypatch) -> None:
     made = {"capability": 0, "kernel": "attention_fwd", "element_size": 2, "head_dim": 256}
     given = [
         ({"triton": "3.7", "variants": ["into softcap", "masked"]}, 16),

@@ -283,9 +283,7 @@ def test_bars_of_a_row_of_many_are_not_hidden_by_their_edges(counts, edge) -> No
         assert f"stroke-width:{edge}}}" in svg(pictures)
 
 
-def test_a_png_has_the_rows_of_every_rank_with_their_bars_and_names(
-    timeline, tmp_path, monkeypatch
-) -> None:
+def test_a_png_has_each_ranks_row_with_its_bars_and_name(timeline, tmp_path, monkeypatch) -> None:
     import matplotlib.pyplot as plt
 
     three = simulate(one_f_one_b(3, 2), {"F": 1, "B": 2})

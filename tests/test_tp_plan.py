@@ -318,7 +318,6 @@ def test_only_attention_of_warpweave_and_known_feed_forwards_are_sharded(monkeyp
         "model.layers.0.mlp": "it has several activations, or one that warpweave does not support"
     }
     assert [part.kind for part in structure.find_parts(model, inputs, 1)[0]] == ["attention"]
-    with pytest.raises(
-        ValueError, match=r"layers.0.self_attn: 2 query heads are not divisible by tp"
-    ):
+    words = r"layers.0.self_attn: 2 query heads are not divisible by tp"
+    with pytest.raises(ValueError, match=words):
         structure.find_parts(model, inputs, 3)

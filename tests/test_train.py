@@ -407,9 +407,8 @@ def test_a_checkpoint_from_before_a_field_was_there_is_gone_on_from(tmp_path):
     (step / "manifest.sha256").write_text(hashlib.sha256(data).hexdigest())
     trainer = _trainer(_replace(config, resume=True, batch=1, steps=1))
     assert (trainer.step, trainer.progress.tokens, trainer.progress.evaluated) == (1, 64, 1)
-    with pytest.raises(
-        CheckpointError, match=r"a different config; qk_norm: saved False, now True$"
-    ):
+    words = r"a different config; qk_norm: saved False, now True$"
+    with pytest.raises(CheckpointError, match=words):
         _trainer(_replace(config, resume=True, qk_norm=True))
 
 
@@ -437,9 +436,8 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, capsys):
     for path in shards[1:]:
         assert f"warpweave: skipped: {path} " in said
     shards[0].unlink()
-    with pytest.raises(
-        CheckpointError, match=f"3 steps, none of them valid; the last error: {shards[0]} is"
-    ):
+    words = f"3 steps, none of them valid; the last error: {shards[0]} is"
+    with pytest.raises(CheckpointError, match=words):
         _trainer(config)
 
 
@@ -900,9 +898,7 @@ def test_two_jobs_cannot_share_a_folder(tmp_path, capsys):
         stack.enter_context(locked(config.out))
 
 
-def test_torchruns_other_ranks_stay_silent_about_a_mesh_that_does_not_fit(
-    tmp_path, capsys, monkeypatch
-):
+def test_only_torchruns_rank_0_reports_a_mesh_that_does_not_fit(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     for local, lines in (("0", 1), ("1", 0)):
         monkeypatch.setenv("RANK", local)

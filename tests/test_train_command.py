@@ -262,9 +262,7 @@ def test_the_memory_check_is_given_the_training_step_of_the_options(monkeypatch)
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("ahead", [False, True])
-def test_step_seconds_do_not_overlap_and_only_the_last_step_is_recorded(
-    monkeypatch, tmp_path, ahead
-):
+def test_step_times_do_not_overlap_and_only_the_last_step_is_recorded(monkeypatch, tmp_path, ahead):
     """The clock advances by a second whenever it is read: as a step begins, and as it ends."""
     now, recorded = [0.0], []
 

@@ -294,9 +294,8 @@ def test_a_timeline_gets_its_folder_once_it_is_of_a_kind_that_can_be_written(tmp
             config.check()
         assert path.parent.is_dir()
         return
-    with pytest.raises(
-        ValueError, match=r"a timeline's name must end in \.svg or \.png or \.json, got"
-    ):
+    words = r"a timeline's name must end in \.svg or \.png or \.json, got"
+    with pytest.raises(ValueError, match=words):
         config.check()
     assert not list(tmp_path.iterdir())
 

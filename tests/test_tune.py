@@ -247,9 +247,7 @@ def test_it_prints_old_against_new_and_sums_up(table, capsys) -> None:
     assert tiles.read_table(other, by="device") == tiles.read_table(table, by="device")
 
 
-def test_dry_run_reports_the_worst_kernel_of_each_tile_shipped_tile_first(
-    monkeypatch, capsys
-) -> None:
+def test_dry_run_reports_each_tiles_worst_kernel_shipped_tile_first(monkeypatch, capsys) -> None:
     second = dataclasses.replace(GOOD, registers=99, shared=70_000, occupancy=1)
     spilled = dataclasses.replace(GOOD, stack=8)
     compiled = {FAST: [GOOD], SHIPPED: [GOOD, second], OTHER: [spilled]}

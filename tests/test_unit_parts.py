@@ -29,9 +29,7 @@ NAN = float("nan")
 F64 = torch.float64
 
 
-def _unit(
-    mesh: ConnectedMesh, *shapes: tuple[int, ...], zero: int = 0, dtype: torch.dtype = F64
-) -> Unit:
+def _unit(mesh: ConnectedMesh, *shapes: tuple[int, ...], zero: int = 0, dtype=F64) -> Unit:
     """Make parameters p0, p1, ... of zeros."""
     params = [
         (ParamRecord(f"p{n}", shape), nn.Parameter(torch.zeros(shape, dtype=dtype)))

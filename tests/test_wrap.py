@@ -366,9 +366,8 @@ def test_zero_refuses_a_backward_after_which_its_own_step_was_forgotten():
     zero = Zero(nn.Linear(2, 2), Mesh().connect(), microbatches=2)
     for _ in range(2):
         zero.model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(
-        RuntimeError, match=r"before zero.step\(lr\) must be microbatches = 2, got 3"
-    ):
+    words = r"before zero.step\(lr\) must be microbatches = 2, got 3"
+    with pytest.raises(RuntimeError, match=words):
         zero.model(torch.ones(1, 2)).sum().backward()
     assert zero.step(LR).isfinite()
 
