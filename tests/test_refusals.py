@@ -154,6 +154,7 @@ def _row(group, x=x, w=w, b=b, **options):
 
 
 CUT = {"sequence_parallel": True}
+NOT_K = r"rank .: x must be \[\.\.\., K\] .* and weight must be \[N, K\], got x"
 LINEARS = [
     row
     for linear in (_column, _row)
@@ -162,11 +163,9 @@ LINEARS = [
         (lambda group, f=linear: f(group, b=None), None),
         (lambda group, f=linear: f(group, x=x[0]), r"x must be .* \(with at least two dims"),
         (lambda _, f=linear: f(None, x=x[0]), None),
-        (lambda group, f=linear: f(group, x=x[:, :5]),
-         r"x must be \[\.\.\., K\] .* and weight must be \[N, K\]"),
-        (lambda group, f=linear: f(group, w=w[..., None]),
-         r"x must be \[\.\.\., K\] .* and weight must be \[N, K\]"),
-        (lambda group, f=linear: f(group, b=b[:4]), r"got bias\[4\]"),
+        (lambda group, f=linear: f(group, x=x[:, :5]), rf"{NOT_K}\[4, 5\] and weight\[5, 6\]"),
+        (lambda group, f=linear: f(group, w=w[..., None]), NOT_K),
+        (lambda group, f=linear: f(group, b=b[:4]), r"expected bias\[5\] .* got bias\[4\]"),
         (lambda group, f=linear: f(group, b=b[:, None]), r"got bias\[5, 1\]"),
     )
 ]  # fmt: skip
@@ -264,8 +263,8 @@ GENERATORS = [gpipe, one_f_one_b, lambda p, m: interleaved(p, m, 2)]
 
 @rows(
     [
-        *[(lambda f=f: f(0, 1), "p=0 m=1") for f in GENERATORS],
-        *[(lambda f=f: f(1, 0), "p=1 m=0") for f in GENERATORS],
+        *[(lambda f=f: f(0, 1), "needs p >= 1 .*m >= 1 .*got p=0 m=1$") for f in GENERATORS],
+        *[(lambda f=f: f(2, 0), "needs p >= 1 .*m >= 1 .*got p=2 m=0$") for f in GENERATORS],
         *[(lambda f=f: f(1, 1), None) for f in GENERATORS],
         (lambda: interleaved(1, 1, 0), "c >= 1"),
         (lambda: split_backward([ONE], lag=-1), "lag must be >= 0"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from refused import one_line
+from refused import exits, one_line
 from test_background_saver import Gate, _before
 from test_checkpoint import rewrite
 from test_train import _config, _one_step, _replace, _rows, _same, _saved, _trainer
@@ -17,10 +18,8 @@ from threads import run_threads
 
 from warpweave.checkpoint import CheckpointError, open_checkpoint
 from warpweave.data import write_token_file
-from warpweave.launch.processes import Processes
 from warpweave.train.options import CHECKPOINTS, TrainConfig, parse
 from warpweave.train.resume import open_run
-from warpweave.train.server import run as servers
 
 
 def _listing(folder: Path) -> dict[str, bytes]:
@@ -69,10 +68,8 @@ def test_resume_stands_alone_or_before_its_value_and_in_a_file(tmp_path, capsys)
         assert parse(["--config", str(file), "--resume", "False"]).resume is False
     for words in (["--resume", "automatic"], ["--config", str(file)]):
         file.write_text('resume = "Auto"\n')
-        with pytest.raises(SystemExit) as caught:
-            parse(words)
-        assert caught.value.code == 2
-    assert "resume must be true or false or one of auto, got 'Auto'" in capsys.readouterr().err
+        error = exits(partial(parse, words), capsys)
+    assert "resume must be true or false or one of auto, got 'Auto'" in error
 
 
 def _twice(rank: int, config: TrainConfig) -> list[int]:
@@ -135,31 +132,6 @@ def test_a_run_that_died_before_its_first_checkpoint_is_begun_anew(tmp_path, cap
     assert _trainer(config).run()["steps"] == 1
     assert (config.out / "earlier-1" / "metrics.jsonl").exists()
     assert "would have continued" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("resume", [False, True, "auto"])
-@pytest.mark.parametrize("there", [False, True])
-def test_servers_go_on_by_auto_where_there_is_a_checkpoint(tmp_path, monkeypatch, resume, there):
-    config = _config(tmp_path, server=1, resume=resume)
-    if there:
-        shutil.copytree(_finished(tmp_path), config.out)
-
-    class StopError(Exception):
-        pass
-
-    def start(self, resumed):
-        raise StopError(resumed)
-
-    monkeypatch.setattr(servers.Servers, "_start_servers", start)
-    with pytest.raises(StopError) as caught:
-        servers.Servers(config, "cpu", Processes()).run()
-    assert caught.value.args == (resume is True or (resume == "auto" and there),)
-
-
-def _finished(tmp_path: Path) -> Path:
-    config = _config(tmp_path, steps=1, out=tmp_path / "finished")
-    _trainer(config).run()
-    return config.out
 
 
 def test_a_token_file_of_which_half_was_replaced_is_refused(tmp_path, capsys):

@@ -231,19 +231,10 @@ def test_a_block_goes_as_far_as_some_query_sees_some_key_of_it(kind: str, causal
     """No unneeded step is made: masks are written out, for every window."""
     for parts, chunk in ((1, 2), (2, 1), (2, 3), (3, 2), (4, 1), (4, 2), (5, 1)):
         layout = SequenceLayout(2 * parts * chunk, parts, kind)
-        rows = [layout.positions(rank) for rank in range(parts)]
         for window in (None, *range(1, layout.seq_len + 2)):
-            seen = [
-                [
-                    d
-                    for d in range(parts)
-                    for back in [rows[(b + d) % parts][:, None] - rows[b]]
-                    if (((back >= 0) | (not causal)) & (back.abs() < (window or math.inf))).any()
-                ]
-                for b in range(parts)
-            ]
+            seen = _seen(layout, causal, window)
             assert ring.reaches(layout, causal, window) == tuple(max(ds) for ds in seen)
-            needed = tuple(sorted({d for ds in seen for d in ds}))
+            needed = tuple(sorted(set().union(*seen)))
             assert ring.distances(layout, causal, window) == needed, (layout, window)
 
 

@@ -147,13 +147,6 @@ def test_gradient_accumulation_is_gpipe_with_one_stage() -> None:
     assert one_f_one_b(1, 2) == lists_of("0F0 0B0 0F1 0B1")
 
 
-@pytest.mark.parametrize("generate", GENERATORS)
-@pytest.mark.parametrize(("p", "m"), [(0, 1), (2, 0)])
-def test_too_few_stages_or_micro_batches(generate, p, m) -> None:
-    with pytest.raises(ValueError, match=rf"needs p >= 1 .*m >= 1 .*got p={p} m={m}"):
-        generate(p, m)
-
-
 def torch_order(schedule, p: int, m: int):
     made = schedule.__new__(schedule)
     made._num_stages, made._n_microbatches = p, m
@@ -209,14 +202,6 @@ def test_torch_lowers_to_the_same_sends_and_receives() -> None:
     torchs = theirs._add_send_recv(parsed, lambda stage: stage, 3)
     for rank, actions in enumerate(with_comm(compute)):
         assert sorted(map(str, torchs[rank])) == sorted(map(str, actions))
-
-
-def test_text_keeps_versions_and_refuses_nonsense() -> None:
-    lists = [[Action("F", 0, 3, 2), Action("UPDATE", 0, ver=3), Action("TIE", 0)]]
-    assert to_csv(lists) == "0F3@2,0UPDATE@3,0TIE\n"
-    assert from_csv(to_csv(lists)) == lists
-    with pytest.raises(ValueError, match=r"row 0 field 1: expected .* got '0X1'"):
-        from_csv("0F0,0X1")
 
 
 def test_deps_of_compute_and_lowered_actions() -> None:
@@ -302,12 +287,12 @@ def test_asynchronous_lists_fit_the_versions() -> None:
         "0F0 0F1 0B0 0UPDATE@1 0F2 0B1 0UPDATE@2 0F3@1 0B2 0UPDATE@3 0B3@1 0UPDATE@4",
         "1F0 1B0 1UPDATE@1 1F1@1 1B1@1 1UPDATE@2 1F2@2 1B2@2 1UPDATE@3 1F3@3 1B3@3 1UPDATE@4",
     )
-    words = "0UPDATE@2 applies the gradient of 0B1, which is 1 weight version old"
-    with pytest.raises(ValueError, match=words):
-        validate(two)
-    words = "0UPDATE@3 applies the gradient of 0B2, which is 2 weight versions old"
-    with pytest.raises(ValueError, match=words):
-        validate(two, staleness=1)
+    for most, words in (
+        (0, "0UPDATE@2 applies the gradient of 0B1, which is 1 weight version old"),
+        (1, "0UPDATE@3 applies the gradient of 0B2, which is 2 weight versions old"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            validate(two, staleness=most)
     validate(two, staleness=2)
 
 
@@ -355,13 +340,6 @@ def test_each_rule_by_its_violation(lists, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         validate(lists)
     assert "\n" not in str(error.value)
-
-
-def test_a_given_number_of_micro_batches_is_checked() -> None:
-    with pytest.raises(ValueError, match="stage 0 micro-batch 2 has 0 F"):
-        validate(gpipe(2, 2), microbatches=3)
-    with pytest.raises(ValueError, match="0F1: expected a micro-batch from 0 to 0, got 1"):
-        validate(gpipe(2, 2), microbatches=1)
 
 
 def test_deadlocks_name_what_each_rank_waits_for() -> None:

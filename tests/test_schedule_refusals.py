@@ -243,8 +243,9 @@ def test_ranks_without_a_stage_are_refused() -> None:
 
 
 def test_numbers_of_several_digits_negative_versions_and_blanks_are_read() -> None:
-    lists = [[Action("F", 12, 345, 67), Action("B", 12, 345, 67)], [], [Action("I", 3, 10, -2)]]
-    assert to_csv(lists) == "12F345@67,12B345@67\n\n3I10@-2\n"
+    whole = [Action("UPDATE", 0, ver=3), Action("TIE", 0)]  # without a micro-batch
+    lists = [[Action(op, 12, 345, 67) for op in "FB"], [], [Action("I", 3, 10, -2), *whole]]
+    assert to_csv(lists) == "12F345@67,12B345@67\n\n3I10@-2,0UPDATE@3,0TIE\n"
     assert from_csv(to_csv(lists)) == lists
     assert from_csv(" 0F0 , ,0B10\n( 0F11 ; 1B12 )OVERLAP_F_B ,\n") == [
         [Action("F", 0, 0), Action("B", 0, 10)],

@@ -192,11 +192,13 @@ def test_a_worker_resumes_at_its_saved_clock_and_a_new_one_at_the_lowest(monkeyp
 
 def test_a_worker_of_another_model_is_refused_with_both_digests(monkeypatch):
     other = digest(RECORDS, torch.float64)
-    run = _Run(monkeypatch, ServerPlan(timeout=LONG), [hello(3, 0, other)], workers=[0])
+    script = [hello(3, 0, other), hello(4, 0)]  # the next one is welcome
+    run = _Run(monkeypatch, ServerPlan(timeout=LONG), script, workers=[0])
     ((visitor, why),) = run.answers("refused", "why")
     assert visitor == 3
+    assert why.startswith("this worker has a different model: the digest of its parameter names, ")
     assert why.endswith(f"is {other[:12]}, but that of the servers' model is {DIGEST[:12]}")
-    assert not run.answers("welcome")
+    assert run.answers("welcome", "worker") == [(4, 0)]
 
 
 # ---------------------------------------------------------------- leaving
@@ -259,13 +261,7 @@ def test_why_workers_are_dropped_and_what_a_dropped_one_is_told(monkeypatch):
     run = _Run(monkeypatch, plan, [*start, pull(1)])
     assert _lost(run) == [(0, 0, "it pulled again without pushing a gradient first")]
     words = "this worker was already dropped"
-    late = [
-        pull(1),
-        push(1),
-        done(1),
-        {"op": "leave", "visitor": 1},
-        {"op": "failed", "visitor": 1},
-    ]
+    late = [pull(1), push(1), done(1), *({"op": op, "visitor": 1} for op in ("leave", "failed"))]
     run = _Run(monkeypatch, plan, [*start, {"op": "lost", "worker": 0}, *late])
     assert run.answers("gone", "why") == [(1, "its process ended"), *[(1, words)] * 3]
     run = _Run(monkeypatch, plan, [*start, *[{"op": "lost", "worker": w} for w in (2, 0, 0)]])
@@ -369,9 +365,8 @@ def test_checkpoints_are_saved_every_so_many_updates_or_minutes(monkeypatch):
     assert versions(even, save_every=7) == [(7, 7)], "not twice"
     late = _steps(119.75, 0.25, 100, 20.0, 5.0, 115.5)
     assert versions(late, save_minutes=2.0) == [(120, 2), (240, 4), (360.5, 6)]
-    assert versions(late, save_minutes=2.0, save_every=3) == [
-        (120, 2), (220, 3), (360.5, 6),
-    ]  # fmt: skip
+    both = versions(late, save_minutes=2.0, save_every=3)
+    assert both == [(120, 2), (220, 3), (360.5, 6)]
 
 
 def test_default_notes_read_all_tensors_of_a_checkpoint():

@@ -5,7 +5,6 @@ from fractions import Fraction
 import pytest
 
 from warpweave.parallel.schedule import (
-    Action,
     from_csv,
     gpipe,
     one_f_one_b,
@@ -13,7 +12,6 @@ from warpweave.parallel.schedule import (
     pipedream_2bw,
     send_first,
     split_backward,
-    validate,
     with_comm,
     with_reduce,
     with_tie,
@@ -109,21 +107,8 @@ def test_collectives_take_the_time_they_are_given() -> None:
 
 def test_versions_of_synchronous_and_asynchronous_lists() -> None:
     assert simulate(with_update(one_f_one_b(3, 4)), {"F": 1}).versions == (1, 1, 1)
-    # PipeDream: an update after each micro-batch, whose B uses the weights that its F read
-    p, n = 4, 9
-    rows = []
-    for s in range(p):
-        row, behind = [], p - 1 - s
-        for k in range(n + behind):
-            if k < n:
-                row.append(Action("F", s, k, max(0, k - behind)))
-            if k >= behind:
-                i = k - behind
-                row += [Action("B", s, i, max(0, i - behind)), Action("UPDATE", s, ver=i + 1)]
-        rows.append(row)
-    validate(rows, staleness=p - 1)
-    assert simulate(rows, {"F": 1, "B": 1}).versions == (4, 3, 2, 1)
-    assert simulate(rows, {"F": 1, "B": 1}).activations == (4, 3, 2, 1)
+    line = simulate(pipedream(4, 9), {"F": 1, "B": 1})
+    assert line.versions == line.activations == (4, 3, 2, 1)
     double = "0F0 0F1 0B0 0B1 0UPDATE@1 0F2 0F3 0B2 0B3 0UPDATE@2 0F4@1 0B4@1 0UPDATE@3"
     assert simulate([from_csv(double.replace(" ", ","))[0]], {"F": 1}).versions == (2,)
     owed = "0F0 0F1 0I1 0I0 0W0 0UPDATE@1 0W1"  # a W reads no weights

@@ -64,9 +64,8 @@ def _layers(count: int, dtype: torch.dtype = torch.float32) -> list[_Layer]:
 
 def _unit(k: int, layer: nn.Module, mesh, stage: int = 0) -> Unit:
     records = {n: r.renamed(f"{k}.{n}") for n, r in collect_records(layer).items()}
-    return make_unit(
-        f"{k}", [(records[n], p) for n, p in layer.named_parameters()], mesh, zero=stage
-    )
+    params = [(records[n], p) for n, p in layer.named_parameters()]
+    return make_unit(f"{k}", params, mesh, zero=stage)
 
 
 def _chain(layers, mesh=None, *, stage=0, recompute=False, trace=None, **options) -> ChainStage:
@@ -87,9 +86,8 @@ def _chain(layers, mesh=None, *, stage=0, recompute=False, trace=None, **options
 
 
 def _batches(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(
-        MICRO_BATCHES, 5, WIDTH, generator=torch.Generator().manual_seed(9), dtype=dtype
-    )
+    draws = torch.Generator().manual_seed(9)
+    return torch.randn(MICRO_BATCHES, 5, WIDTH, generator=draws, dtype=dtype)
 
 
 def _go(chain: ChainStage, batches, order: str = "FB", seed=None) -> None:
@@ -386,12 +384,8 @@ def _freed(rank: int) -> None:
         forward = [(k, {k, min(k + 1, last)}) for k in range(last + 1)]
         again = [(k, {k, max(k - 1, 0)}) for k in reversed(range(last + 1))]
         assert trace.present == forward + again * recompute, trace.present
-        for unit in trace.chain.units:
-            assert (
-                unit.parameters.flat.untyped_storage().size()
-                == unit.gradients.flat.untyped_storage().size()
-                == 0
-            )
+        flats = [x.flat for unit in trace.chain.units for x in (unit.parameters, unit.gradients)]
+        assert not any(flat.untyped_storage().size() for flat in flats)
         trace.present.clear()
         trace.chain.evaluate(None, _batches()[0])
         assert trace.present == forward

@@ -528,9 +528,7 @@ def _sequential(rank: int) -> dict[str, list[float]]:
     for how in ("shared", "dropout"):
         made = seeded(lambda how=how: _two_stages(how))
         pipeline = Pipeline(made, mesh, loss=loss_of, recompute=how == "dropout", zero=0)
-        torch.manual_seed(5)
-        losses = [pipeline.step(x, y, lr=LR).loss.item() for x, y in batches()]
-        found[how] = losses
+        found[how] = [pipeline.step(x, y, lr=LR).loss.item() for x, y in batches()]
     return found
 
 
@@ -545,18 +543,6 @@ def _two_stages(how: str) -> list[nn.Module]:
 def test_children_of_a_sequential_may_be_shared_and_dropout_recomputed():
     for how in ("shared", "dropout"):
         plain = nn.Sequential(*seeded(lambda how=how: _two_stages(how)))
-        optimizer = torch.optim.AdamW(
-            [{"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.1},
-             {"params": [p for p in plain.parameters() if p.ndim < 2], "weight_decay": 0.0}],
-            lr=LR, betas=(0.9, 0.95), eps=1e-8,
-        )  # fmt: skip
-        torch.manual_seed(5)
-        losses = []
-        for x, y in batches():
-            loss = loss_of(plain(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+        losses = trained(plain, batches())["losses"]
         for found in run_ranks(2, _sequential):
             torch.testing.assert_close(found[how], losses, rtol=1e-10, atol=0)
