@@ -63,9 +63,7 @@ def _recovered(mesh, zero: int, old: Mesh, source: int, empty: int | None, alike
     assert {unit for unit, _ in state} == {"one", "last"}
     if old.dp != mesh.sizes.dp:  # with more or fewer ranks a buffer has a different padding
         sizes = {key: len(x) + 32 * (old.dp - mesh.sizes.dp) for key, x in state.items()}
-        state = {
-            key: torch.cat([x, x.new_full((64,), 5.0)])[: sizes[key]] for key, x in state.items()
-        }
+        state = {k: torch.cat([x, x.new_full((64,), 5.0)])[: sizes[k]] for k, x in state.items()}
     if me == empty:
         state = None
     after = _optimizer(mesh, zero)

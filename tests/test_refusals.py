@@ -121,9 +121,8 @@ def test_attention_over_ranks_refuses_positions_and_unknown_keywords(keyword) ->
 
 
 def _embedding(group, ids=ids, rows=4, size=8, **options):
-    tensor.vocab_parallel_embedding(
-        ids, table[:rows], group=group, **{"vocab_size": size} | options
-    )
+    given = {"group": group, "vocab_size": size} | options
+    tensor.vocab_parallel_embedding(ids, table[:rows], **given)
 
 
 def _mlp(group, x=x):

@@ -257,9 +257,7 @@ SUM, BAD_SUM = _Note("sum", False, "a sum"), _Note("sum", True, "a sum")
         ([OWN, BAD_SUM], [WELL, SUM], {0: "mlp"}),
     ],
 )
-def test_nan_comes_from_who_has_it_before_others_could_pass_it_on(
-    monkeypatch, first, second, found
-):
+def test_nan_comes_from_who_has_it_before_others_could_give_it(monkeypatch, first, second, found):
     monkeypatch.setattr(not_finite, "_Notes", GivenNotes)
 
     def run(mesh: ConnectedMesh, notes: tuple[list[_Note], ...]) -> dict[int, str]:

@@ -45,9 +45,8 @@ def test_run_restarted_after_each_of_40_steps_is_bitwise_identical(tmp_path):
     assert [row["step"] for row in rows] == list(range(1, 41))
     assert _rows(again.out) == rows
     for step in range(1, 41):
-        ours, truth = (
-            open_checkpoint(c.out / CHECKPOINTS / f"step_{step:08d}") for c in (again, config)
-        )
+        paths = (c.out / CHECKPOINTS / f"step_{step:08d}" for c in (again, config))
+        ours, truth = map(open_checkpoint, paths)
         assert ours.state == truth.state, step
         assert _same(*({n: r.tensor(n) for n in r.names} for r in (ours, truth))), step
 
@@ -185,9 +184,8 @@ def test_the_first_ranks_clock_saves_on_all_ranks_and_changes_nothing(tmp_path, 
     steps = [2, 4, 6] if ahead else [1, 2, 3, 4, 5, 6]
     assert _steps(config) == steps
     for step in steps:
-        ours, truth = (
-            open_checkpoint(c.out / CHECKPOINTS / f"step_{step:08d}") for c in (config, plain)
-        )
+        paths = (c.out / CHECKPOINTS / f"step_{step:08d}" for c in (config, plain))
+        ours, truth = map(open_checkpoint, paths)
         assert ours.state["optimizer"] == truth.state["optimizer"]
         assert _same(*({n: r.tensor(n) for n in r.names} for r in (ours, truth))), step
     losses = [[row for row in _rows(c.out) if "loss" in row] for c in (config, plain)]

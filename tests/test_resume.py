@@ -96,20 +96,10 @@ def test_a_run_goes_on_from_its_own_state_and_says_nothing(config):
         (TrainConfig(optimizer="nadamw"), TrainConfig(), "optimizer nadamw, whose state does not"),
         (PIPEDREAM, TrainConfig(pp=3), r"'schedule': 'pipedream', .*}.*, but this run uses 1f1b; "),
         (PIPEDREAM, dataclasses.replace(PIPEDREAM, pp=2), r"'pp': 3.* uses {.*'pp': 2.*}; resume"),
-        (
-            PIPEDREAM,
-            dataclasses.replace(
-                PIPEDREAM, plan=dataclasses.replace(PIPEDREAM.plan, microbatches=6)
-            ),
-            r"'microbatches': 4, .*this run uses {.*'microbatches': 6",
-        ),
-        (
-            PIPEDREAM,
-            dataclasses.replace(
-                PIPEDREAM, plan=dataclasses.replace(PIPEDREAM.plan, schedule="pipedream-2bw")
-            ),
-            r"'schedule': 'pipedream', .*this run uses {'schedule': 'pipedream-2bw'",
-        ),
+        (PIPEDREAM, with_options(PIPEDREAM, {"microbatches": 6}),
+         r"'microbatches': 4, .*this run uses {.*'microbatches': 6"),
+        (PIPEDREAM, with_options(PIPEDREAM, {"schedule": "pipedream-2bw"}),
+         r"'schedule': 'pipedream', .*this run uses {'schedule': 'pipedream-2bw'"),
     ],
 )  # fmt: skip
 def test_another_run_is_refused_with_what_was_saved_and_what_is_now(saved, now, words):

@@ -186,19 +186,15 @@ def test_torchs_zero_bubble_is_1f1b_without_its_w(p: int, m: int) -> None:
 def test_torch_reads_our_text_and_we_read_torchs() -> None:
     ours = with_comm(with_reduce(split_backward(one_f_one_b(3, 4))))
     text = to_csv(ours)
-    parsed = [
-        [theirs._Action.from_str(cell) for cell in row.split(",")] for row in text.splitlines()
-    ]
-    assert [",".join(map(str, row)) for row in parsed] == text.splitlines()
+    for row in text.splitlines():
+        parsed = [theirs._Action.from_str(cell) for cell in row.split(",")]
+        assert ",".join(map(str, parsed)) == row
     assert from_csv(text) == ours
 
 
 def test_torch_lowers_to_the_same_sends_and_receives() -> None:
     compute = one_f_one_b(3, 4)
-    parsed = {
-        rank: [theirs._Action.from_str(str(a)) for a in actions]
-        for rank, actions in enumerate(compute)
-    }
+    parsed = {r: [theirs._Action.from_str(str(a)) for a in row] for r, row in enumerate(compute)}
     torchs = theirs._add_send_recv(parsed, lambda stage: stage, 3)
     for rank, actions in enumerate(with_comm(compute)):
         assert sorted(map(str, torchs[rank])) == sorted(map(str, actions))

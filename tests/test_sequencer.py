@@ -116,9 +116,8 @@ class _Run(Notes):
         monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: run.now))
         records = [*RECORDS, ParamRecord("tiny", (2,))][: max(2, plan.servers)]
         shard = Shard(spread(records, plan.servers)[0], lambda r: torch.zeros(r.shape), SGD(0.0))
-        self.server = Server(
-            dist.HashStore(), 0, plan, shard, records=records, lr=lambda clock: 1.0, notes=self
-        )
+        how = {"records": records, "lr": lambda clock: 1.0, "notes": self}
+        self.server = Server(dist.HashStore(), 0, plan, shard, **how)
         self.stopped = self.server.serve(workers, state)
 
     def update(self, version, lr, norm, terms):
@@ -205,8 +204,7 @@ def test_a_worker_of_another_model_is_refused_with_both_digests(monkeypatch):
 
 
 def test_the_timeout_runs_only_while_it_is_a_workers_turn(monkeypatch):
-    """Worker 1 hangs while worker 0 waits for it, then worker 0 hangs as
-    well; worker 2 never arrives."""
+    """Worker 1 hangs while worker 0 waits for it, then worker 0 hangs; worker 2 never arrives."""
     script = [
         hello(1, 0), hello(2, 1), pull(1), pull(2), push(1), pull(1),
         LONG, 0.25, LONG - 0.25, 0.5,
@@ -421,9 +419,8 @@ class _Second:
         _stand_in(monkeypatch, self.letters, take, Link)
         self.shard = Shard(spread(RECORDS, 2)[1], lambda r: torch.zeros(r.shape), SGD(0.5))
         plan = ServerPlan(2, timeout=LONG, **ASYNC)
-        self.server = Server(
-            dist.HashStore(), 1, plan, self.shard, records=RECORDS, lr=lambda clock: 9.0
-        )
+        how = {"records": RECORDS, "lr": lambda clock: 9.0}
+        self.server = Server(dist.HashStore(), 1, plan, self.shard, **how)
 
 
 def _event(op: str, worker: int, **more: Any) -> dict[str, Any]:

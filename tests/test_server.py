@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,7 @@ MODES = {"synchronous": (0, True), "ssp 0": (0, False), "ssp 2": (2, False), "as
 
 
 def _simulated(staleness, joint, *, workers=4, updates=1000, seed=0, leave=(), join=()):
-    """Simulate workers whose gradients take random times. Return (version before it, term) of each
-    applied term."""
+    """Simulate workers of random speed; return (version before it, term) of each applied term."""
     clocks, draw, now = Clocks(staleness, joint), random.Random(seed), 0.0
     slow = {w: draw.choice([1.0, 1.0, 5.0]) for w in range(workers + len(join))}
     for _ in range(workers):
@@ -244,9 +244,8 @@ class _Place:
                 self.store(), k, self.plan, shard, records=self.records,
                 lr=_lr, notes=self.log if k == 0 else None,
             )  # fmt: skip
-            self.start(
-                lambda server=server, k=k: server.serve(*([workers, state] if k == 0 else []))
-            )
+            given = [workers, state] if k == 0 else []
+            self.start(partial(server.serve, *given))
 
     def worker(self, number=None) -> Worker:
         return Worker(self.store(), self.records, self.plan, dtype=torch.float64, number=number)
@@ -503,8 +502,7 @@ def _rows(config: TrainConfig) -> list[dict]:
 
 
 class _Harmed(Servers):
-    """Servers that harm their processes by the steps of `harm`, a generator of the number of
-    updates to await."""
+    """Servers harmed by the steps of `harm`, a generator of the number of updates to await."""
 
     def __init__(self, config: TrainConfig, harm) -> None:
         super().__init__(config, "cpu", ranks.QuickProcesses())
@@ -588,9 +586,8 @@ def test_workers_of_the_command_are_one_rank_of_the_trainer_that_accumulates(tmp
         )  # fmt: skip
     for kind, prefix in (("param", ""), ("exp_avg", "exp_avg/"), ("exp_avg_sq", "exp_avg_sq/")):
         for record, expected, _ in engine.read(kind):
-            torch.testing.assert_close(
-                found[prefix + record.name], expected, rtol=1e-9, atol=1e-13, msg=record.name
-            )
+            ours, near = found[prefix + record.name], {"rtol": 1e-9, "atol": 1e-13}
+            torch.testing.assert_close(ours, expected, **near, msg=record.name)
 
 
 @pytest.mark.parametrize(

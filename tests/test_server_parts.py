@@ -232,9 +232,8 @@ def test_a_replay_adds_an_updates_terms_in_the_order_of_the_log(workers) -> None
     ]
 
     def compute(worker: int):
-        return lambda clock, weights: Gradient(
-            {"w": torch.tensor([values[worker]], dtype=torch.float64)}, 1, 0.0
-        )
+        w = torch.tensor([values[worker]], dtype=torch.float64)
+        return lambda clock, weights: Gradient({"w": w}, 1, 0.0)
 
     assert replay([{"version": 1, "lr": 3.0, "terms": terms}], ServerPlan(), [shard], compute) == 1
     first, second, third = (torch.tensor(values[w], dtype=torch.float64) for w in workers)
@@ -291,8 +290,7 @@ def test_a_worker_that_leaves_neither_waits_to_pull_nor_owes_a_gradient() -> Non
 
 
 def test_a_joint_update_has_the_terms_of_its_clock_in_the_workers_order() -> None:
-    """This includes the gradient of one that has left, and one that leaves
-    the rest at once by leaving."""
+    """This includes one that has left, and one that leaves the rest at once by leaving."""
     clocks = Clocks()
     for worker in (11, 2, 5):
         clocks.join(worker)

@@ -1,5 +1,4 @@
-"""Sessions of ranks alone: their messages and entries in the store, the place of that store, and
-renewed groups."""
+"""Sessions of ranks alone: their messages and entries in the store, its place, renewed groups."""
 
 from __future__ import annotations
 

@@ -84,9 +84,8 @@ def test_compiles_whole_without_a_group() -> None:
         x = tensor.vocab_parallel_embedding(ids, table, group=None, vocab_size=VOCAB)
         x = tensor.column_parallel_linear(x, w, b, group=None)
         x = tensor.row_parallel_linear(x.tanh(), w, b, group=None)
-        return tensor.vocab_parallel_cross_entropy(
-            x @ table.t(), labels, group=None, vocab_size=VOCAB
-        )
+        z = x @ table.t()
+        return tensor.vocab_parallel_cross_entropy(z, labels, group=None, vocab_size=VOCAB)
 
     outcomes = []
     for fn in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
@@ -126,8 +125,7 @@ def test_errors_name_the_constraint_and_the_values() -> None:
 
 
 def _refused(rank: int) -> None:
-    """Test that errors come before any collective: otherwise the ranks
-    would wait for each other."""
+    """Test that errors come before any collective: otherwise ranks would wait for each other."""
     group, _, ranks = world()
     labels = torch.zeros(T, dtype=torch.int64)
     for padded in (None, PADDED):  # logits that were gathered already: loss + log(R) if accepted
@@ -196,8 +194,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_typing_rules_hold_numerically(name: str) -> None:
-    """The documented types are accepted and the derived type is correct; so is
-    every other accepted one."""
+    """The documented types are accepted and the derived type is correct; so is every other one."""
     function, args, documented = CASES[name]
     rulecheck(function, args, {k: {"tp": v} for k, v in documented.items()}, mesh={"tp": 2})
     # Without the bias, because placements that mix S with I are not enumerated.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tile_rows
+from refused import exits
 from tile_rows import SHIPPED, Fix, main, with_rows
 
 from warpweave.kernels.runtime.tile_table import AttentionTile, TileRow, read_table, write_table
@@ -79,10 +80,7 @@ def test_nothing_is_written_while_something_is_refused(tmp_path, monkeypatch, ca
     ],
 )  # fmt: skip
 def test_options_that_would_write_nothing_are_refused(options, message, capsys) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(options)
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in exits(lambda: main(options), capsys)
 
 
 def test_the_shipped_table_is_as_the_writer_writes_it(tmp_path) -> None:

@@ -379,9 +379,8 @@ def test_attention_is_right_under_a_users_odd_tiles(table, fwd, dkdv, dq, causal
 )
 def test_products_are_right_under_a_users_odd_tiles(table, tile) -> None:
     rows = [TileRow("X", "gemm", 8, kind, GemmTile(*tile), "3.7.1") for kind in KINDS]
-    a, b, bias, r = (
-        torch.randn(s, dtype=torch.float64) for s in ((67, 37), (37, 70), 70, (67, 35))
-    )
+    shapes = (67, 37), (37, 70), 70, (67, 35)
+    a, b, bias, r = (torch.randn(s, dtype=torch.float64) for s in shapes)
     out = torch.ones(67, 70, dtype=torch.float64)
     options = {"activation": "swiglu", "save_z": True, "residual": r}
     want, want_z = fused_gemm(a, b, bias, **options, impl="torch")

@@ -169,9 +169,7 @@ def test_models_with_single_or_gathered_columns_are_planned(overlap):
     }
     found = ww.planned(how, CONFIGS["phi3"], overlap=overlap).tp_plan
     gathered = ("self_attn.qkv_proj", "mlp.gate_up_proj")
-    wanted = outside | dict.fromkeys(
-        [layer + n for n in gathered], f"warpweave_gather_colwise{end}"
-    )
+    wanted = outside | {layer + n: f"warpweave_gather_colwise{end}" for n in gathered}
     assert found == wanted
     mine = {"lm_head": "colwise_gather_output", "more": "rowwise"}
     own = DistributedConfig(tp_size=2, tp_plan=mine)

@@ -270,14 +270,12 @@ def test_step_times_do_not_overlap_and_only_the_last_step_is_recorded(monkeypatc
         now[0] += 1.0
         return now[0]
 
-    config = _config(
-        tmp_path, steps=4, eval_every=0, save_every=0, layers=1, timeline=tmp_path / "t.svg"
-    )
+    off = {"eval_every": 0, "save_every": 0}
+    config = _config(tmp_path, steps=4, layers=1, timeline=tmp_path / "t.svg", **off)
     trainer = _trainer(config)
     trainer.ahead = ahead
-    monkeypatch.setattr(
-        trainer_module, "write_measured", lambda _, marks, path: recorded.append((len(took), path))
-    )
+    record = lambda _, marks, path: recorded.append((len(took), path))  # noqa: E731
+    monkeypatch.setattr(trainer_module, "write_measured", record)
     monotonic = trainer_module.time.monotonic
     clock = SimpleNamespace(perf_counter=look, monotonic=monotonic)
     monkeypatch.setattr(trainer_module, "time", clock)
@@ -372,9 +370,8 @@ def test_of_processes_that_end_together_the_killed_ones_are_reported_first(monke
 
     monkeypatch.setattr(processes, "connection", SimpleNamespace(wait=wait))
     context = SimpleNamespace(Process=made)
-    monkeypatch.setattr(
-        processes, "multiprocessing", SimpleNamespace(get_context=lambda kind: context)
-    )
+    make = SimpleNamespace(get_context=lambda kind: context)
+    monkeypatch.setattr(processes, "multiprocessing", make)
     with pytest.raises(EOFError):
         processes._fork_as_told(pipe)
     assert sent[:5] == [(pid, None) for pid in range(5)]

@@ -180,8 +180,7 @@ def test_a_rule_has_the_options_of_its_own_optimizer(dtype, impl):
 
 
 def test_settings_hold_each_option_that_a_resumed_run_must_have():
-    """These are all that affect the weights, except data, seed and model,
-    which are compared separately."""
+    """These are all that affect the weights, except data, seed and model, compared separately."""
     changed: dict[str, Any] = {
         "steps": 7, "lr": 0.5, "lr_schedule": "wsd", "min_lr": 0.25, "warmup": 3, "decay": 0.75,
         "optimizer": "muon", "momentum": 0.5, "eps": 0.125, "weight_decay": 0.375, "clip": 0.0,
@@ -371,8 +370,7 @@ ALWAYS_SAMPLE = {
 
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> None:
-    """Make data of two files, token files with a vocabulary of 50 (t
-    without 49), models of 50, 51."""
+    """Make data of two files, token files with 50 words (t without the last), models of 50, 51."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
     for name in "abc":
@@ -420,8 +418,7 @@ def test_options_without_effect_are_named_and_only_then():
 
 
 def test_asynchronous_schedules_have_an_effect_without_a_pipeline():
-    """PipeDream updates after each micro-batch, 2BW by gradients at the
-    weights of one update ago."""
+    """PipeDream updates after each micro-batch, 2BW by gradients at the weights one update ago."""
     for rows, usual in ((idle_options.TRAIN, TrainConfig()), (idle_options.PROVE, ProveConfig())):
         idle = {name: _idle(rows, with_options(usual, {"schedule": name})) for name in FAMILIES}
         assert {name for name, found in idle.items() if "schedule" not in found} == {

@@ -159,9 +159,8 @@ def test_attention_is_timed_in_the_sizes_of_an_8b_llama(monkeypatch, dtype: str)
         return torch.empty(sizes, dtype=dtype, device="meta")
 
     for name in ("attention_fwd", "attention_bwd"):
-        monkeypatch.setattr(
-            calls.attention, name, lambda *of, n=name, **how: asked.append((n, of, how))
-        )
+        call = lambda *of, n=name, **how: asked.append((n, of, how))  # noqa: E731
+        monkeypatch.setattr(calls.attention, name, call)
     wide = torch.float64 if dtype == "fp64" else torch.float32
     for kernel, D in itertools.product(("attention_fwd", "attention_dkdv", "attention_dq"),
                                        (64, 128, 256)):  # fmt: skip
@@ -416,8 +415,7 @@ def test_a_tool_that_is_missing_or_fails_is_told(monkeypatch) -> None:
 
 
 def _changed() -> tuple:
-    """Return everything that `compiling` changes: Triton's launch and driver, and the choice of
-    what to run."""
+    """Return all that `compiling` changes: Triton's launch and driver, the choice of what runs."""
     asked = ("choose", "capability", "processors")
     ours = [m for name, m in sorted(sys.modules.items()) if name.startswith("warpweave.")]
     return (

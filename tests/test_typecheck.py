@@ -209,9 +209,8 @@ def composed_head(column):
 
     def apply(x, weight, labels, *, group, vocab_size, sequence_parallel, **_):
         z = column(x, weight, group=group, sequence_parallel=sequence_parallel)
-        return tensor.vocab_parallel_cross_entropy(
-            z, labels, group=group, vocab_size=vocab_size
-        ).sum()
+        cut = {"group": group, "vocab_size": vocab_size}
+        return tensor.vocab_parallel_cross_entropy(z, labels, **cut).sum()
 
     return apply
 

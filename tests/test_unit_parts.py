@@ -351,8 +351,7 @@ def test_moments_that_are_there_stay_and_the_others_are_zeros() -> None:
 
 
 def _joined(mesh: ConnectedMesh) -> None:
-    """Test that only gradients of one group and one dtype are joined,
-    each kind in the given order."""
+    """Only gradients of one group and one dtype are joined, each kind in the given order."""
     data = [_unit(mesh, (3,), (5, n), dtype=dtype) for n in (1, 2) for dtype in (F64, torch.half)]
     own = _pair("own", sum_over="dp")
     units = [*data, make_unit("dp", [own], mesh), make_unit("dp too", [own], mesh)]
@@ -382,9 +381,8 @@ def test_an_exact_sum_takes_all_of_a_long_piece(squares: bool, monkeypatch) -> N
     terms = torch.randn(1001, generator=torch.Generator().manual_seed(5))
     whole = exact_sum([terms[:1], terms[1:]], [], terms, squares=squares)
     monkeypatch.setattr(ordered, "_CHUNK", 7)
-    assert all(
-        map(torch.equal, whole, exact_sum([terms[:1], terms[1:]], [], terms, squares=squares))
-    )
+    again = exact_sum([terms[:1], terms[1:]], [], terms, squares=squares)
+    assert all(map(torch.equal, whole, again))
 
 
 def test_recomputing_ends_where_it_began_nested_and_after_an_error() -> None:
@@ -405,9 +403,8 @@ def test_recomputing_ends_where_it_began_nested_and_after_an_error() -> None:
 @pytest.mark.parametrize("shape", [(5, 3), (4, 3, 2), (1, 3), (0, 3, 2), (2, 3, 1, 4)])
 def test_moments_are_those_of_the_samples_and_have_no_gradient(shape: tuple[int, ...]) -> None:
     """They have at least 32 bits; with no sample or one sample, there is no deviation."""
-    x = torch.randn(
-        shape, generator=torch.Generator().manual_seed(2), dtype=F64, requires_grad=True
-    )
+    draw = torch.Generator().manual_seed(2)
+    x = torch.randn(shape, generator=draw, dtype=F64, requires_grad=True)
     for dtype, wide, near, rounding in (
         (F64, F64, 1e-14, 1e-14), (torch.bfloat16, torch.float32, 1e-6, 2**-8),
     ):  # fmt: skip

@@ -233,9 +233,8 @@ def _zero(rank: int, sizes: dict, stage: int, recompute: bool, microbatches: int
             evaluated.append(model_loss(model, tokens[0]).item())
     held = sum(u.parameters.flat.untyped_storage().nbytes() for u in zero.units)
     weights = gathered(zero)
-    save_checkpoint(
-        folder, STEPS, zero.tensors(), config={}, state=zero.state(), group=mesh.group("world")
-    )
+    more = {"config": {}, "state": zero.state(), "group": mesh.group("world")}
+    save_checkpoint(folder, STEPS, zero.tensors(), **more)
     other = Zero(seeded(lambda: Model(), 9).double(), mesh, stage=(stage + 2) % 4)
     saved = open_checkpoint(f"{folder}/step_{STEPS:08d}")
     other.load(saved.tensor)

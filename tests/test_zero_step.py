@@ -70,8 +70,7 @@ def _state(unit: Unit, optimizer: ZeroOptimizer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 @pytest.mark.parametrize("name", RULES)
 def test_a_halted_step_or_one_not_finite_changes_nothing_and_is_not_counted(name, dtype) -> None:
-    """Covers every combination of both; only a gradient that is not
-    finite halves the loss scale."""
+    """Covers every combination of both; only a gradient not finite halves the loss scale."""
     unit, scaled = _unit(single(), dtype=dtype), dtype == torch.float16
     scale = LossScale(64.0, interval=2) if scaled else None
     optimizer = ZeroOptimizer([unit], single(), RULES[name], clip=0.5, loss_scale=scale)
