@@ -72,14 +72,10 @@ def _recovered(mesh, zero: int, old: Mesh, source: int, empty: int | None, alike
 
 
 CASES = [
-    (Mesh(dp=3), 0, Mesh(dp=3)),
-    (Mesh(dp=3), 0, Mesh(dp=4)),
-    (Mesh(dp=2), 0, Mesh(dp=1)),
-    (Mesh(dp=4, dp_shard=2), 1, Mesh(dp=4)),
-    (Mesh(dp=4, dp_shard=2), 2, Mesh(dp=4)),
-    (Mesh(dp=6, dp_shard=2), 3, Mesh(dp=6)),
-    (Mesh(dp=2, tp=2), 0, Mesh(dp=2)),
-]
+    (Mesh(dp=3), 0, Mesh(dp=3)), (Mesh(dp=3), 0, Mesh(dp=4)), (Mesh(dp=2), 0, Mesh(dp=1)),
+    (Mesh(dp=4, dp_shard=2), 1, Mesh(dp=4)), (Mesh(dp=4, dp_shard=2), 2, Mesh(dp=4)),
+    (Mesh(dp=6, dp_shard=2), 3, Mesh(dp=6)), (Mesh(dp=2, tp=2), 0, Mesh(dp=2)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mesh", "zero", "old"), CASES, ids=str)

@@ -190,10 +190,7 @@ def test_error_does_not_grow_with_ranks(dtype: torch.dtype) -> None:
     for faults, wrong in (
         ({"block_fwd": _carried_in_bf16}, {"o"}),  # the error that the test must detect
         ({"block_bwd": _dq_in_bf16}, {"dq"}),
-        (
-            {"_Message": lambda q, shape, _, of: _Message(q, shape, torch.bfloat16, of)},
-            {"dk", "dv"},
-        ),
+        ({"_Message": lambda q, s, _, of: _Message(q, s, torch.bfloat16, of)}, {"dk", "dv"}),
     ):
         with mock.patch.multiple(ring, **faults):
             found, limits = errors(16)

@@ -73,51 +73,46 @@ def full(lists):
 
 
 # fmt: off
-def test_gpipe_is_all_forwards_then_all_backwards() -> None:
-    assert drawing(gpipe(3, 4)) == [
+DRAWINGS = {
+    "gpipe is all forwards, then all backwards": (gpipe(3, 4), [
         "F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3",
         ".  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .",
         ".  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .",
-    ]
-
-
-def test_1f1b_alternates_after_a_warm_up_that_shrinks_by_one_per_stage() -> None:
-    assert drawing(one_f_one_b(4, 5)) == [
+    ]),
+    "1f1b alternates after a warm-up that shrinks by one per stage": (one_f_one_b(4, 5), [
         "F0 F1 F2 F3 .  .  .  B0 F4 B1 .  B2 .  B3 .  B4",
         ".  F0 F1 F2 .  .  B0 F3 B1 F4 B2 .  B3 .  B4 .",
         ".  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 .  B4 .  .",
         ".  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 .  .  .",
-    ]
-
-
-def test_1f1b_with_fewer_micro_batches_than_stages() -> None:
-    assert drawing(one_f_one_b(4, 2)) == [
+    ]),
+    "1f1b with fewer micro-batches than stages": (one_f_one_b(4, 2), [
         "F0 F1 .  .  .  .  .  B0 .  B1",
         ".  F0 F1 .  .  .  B0 .  B1 .",
         ".  .  F0 F1 .  B0 .  B1 .  .",
         ".  .  .  F0 B0 F1 B1 .  .  .",
-    ]
-
-
-def test_naive_model_parallelism_is_gpipe_with_one_micro_batch() -> None:
-    assert drawing(gpipe(3, 1)) == [
+    ]),
+    "naive model parallelism is gpipe with one micro-batch": (gpipe(3, 1), [
         "F0 .  .  .  .  B0",
         ".  F0 .  .  B0 .",
         ".  .  F0 B0 .  .",
-    ]
+    ]),
+    "split backwards let W fill the bubbles": (split_backward(one_f_one_b(2, 3), lag=1), [
+        "F0 F1 .  I0 F2 I1 W0 .  I2 W1 W2",
+        ".  F0 I0 F1 I1 W0 F2 I2 W1 W2 .",
+    ]),
+}
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_a_schedule_is_as_it_is_drawn(name: str) -> None:
+    lists, rows = DRAWINGS[name]
+    assert drawing(lists) == rows
 
 
 def test_a_backward_twice_as_long_is_drawn_twice_as_wide() -> None:
     assert simulate(one_f_one_b(2, 2), {"F": 1, "B": 2}).draw().splitlines() == [
         "F0 F1 .  .  B0 -  .  B1 -",
         ".  F0 B0 -  F1 B1 -  .  .",
-    ]
-
-
-def test_split_backward_lets_w_fill_the_bubbles() -> None:
-    assert drawing(split_backward(one_f_one_b(2, 3), lag=1)) == [
-        "F0 F1 .  I0 F2 I1 W0 .  I2 W1 W2",
-        ".  F0 I0 F1 I1 W0 F2 I2 W1 W2 .",
     ]
 
 

@@ -39,12 +39,7 @@ def done(visitor: int) -> dict[str, Any]:
     return {"op": "done", "visitor": visitor}
 
 
-def _stand_in(
-    monkeypatch: pytest.MonkeyPatch,
-    letters: list[tuple[str, dict[str, Any]]],
-    take: Callable[[str, float], dict[str, Any] | None],
-    link: type,
-) -> None:
+def _stand_in(monkeypatch, letters: list, take: Callable, link: type) -> None:
     """Make mailboxes that record in `letters` what is put in, and return what ``take(name, wait)``
     returns; `link` replaces links."""
 
@@ -69,16 +64,7 @@ class _Run(Notes):
     `broken` selects the failure: ("join", 3) is the join of visitor 3. All gradients are `value`.
     """
 
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        plan: ServerPlan,
-        script: Sequence[Any],
-        workers: Sequence[int] = (),
-        state: dict[str, Any] | None = None,
-        broken: Sequence[tuple[str, int]] = (),
-        value: float = 1.0,
-    ) -> None:
+    def __init__(self, monkeypatch, plan, script, workers=(), state=None, broken=(), value=1.0):
         self.letters: list[tuple[str, dict[str, Any]]] = []
         self.lines: list[str] = []
         self.links: list[str] = []
@@ -387,9 +373,7 @@ class _Second:
     that arrive are ones, and squared norms fours.
     """
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, events: Sequence[dict[str, Any]], broken: int = 0
-    ) -> None:
+    def __init__(self, monkeypatch, events: Sequence[dict[str, Any]], broken: int = 0) -> None:
         self.letters: list[tuple[str, dict[str, Any]]] = []
         self.sent: list[tuple[int, list[float]]] = []
         self.waits: list[float] = []

@@ -263,6 +263,11 @@ class _Place:
 
         self.start(run)
 
+    def run(self, workers: int, steps: int, delay: float = 0.0) -> None:
+        self.serve(range(workers))
+        for number in range(workers):
+            self.work(number, steps, delay)
+
     def end(self) -> dict[str, torch.Tensor]:
         _until(lambda: self.errors or not any(thread.is_alive() for thread in self.threads))
         if self.errors:
@@ -285,9 +290,7 @@ def _equal(found, expected) -> None:
 def test_synchronous_is_one_process_that_accumulates_bitwise(servers, workers, monkeypatch):
     rule, steps = SGD(momentum=0.9, weight_decay=0.1), 6
     place = _Place(ServerPlan(servers), rule, monkeypatch)
-    place.serve(range(workers))
-    for number in range(workers):
-        place.work(number, steps, delay=0.003)
+    place.run(workers, steps, delay=0.003)
     found = place.end()
     net = _net()
     momentum = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
@@ -323,9 +326,7 @@ def test_replay_has_the_bits_of_a_run_of_any_timing(
     how = {"compensation": compensation, "clip": clip, "timeout": 20}
     plan = ServerPlan(servers, staleness, joint=False, **how)
     place = _Place(plan, rule, monkeypatch)
-    place.serve(range(3))
-    for number in range(3):
-        place.work(number, 8, delay=0.01)
+    place.run(3, 8, delay=0.01)
     found = place.end()
     assert len(place.log.rows) == 24
     terms = [t for row in place.log.rows for t in row["terms"]]
@@ -346,9 +347,7 @@ def test_replay_has_the_bits_of_a_run_of_any_timing(
 
 def test_adamw_on_servers_is_torchs(monkeypatch):
     place = _Place(ServerPlan(2, clip=0.7), AdamW((0.9, 0.99), 1e-8, 0.1), monkeypatch)
-    place.serve(range(2))
-    for number in range(2):
-        place.work(number, 5)
+    place.run(2, 5)
     found = place.end()
     net = _net()
     decays = [p for p in net.parameters() if p.ndim > 1]
@@ -429,9 +428,7 @@ def test_servers_that_are_started_anew_go_on_from_their_checkpoint(servers, mode
                 raise InterruptedError
 
     log, place.log = place.log, Dies()
-    place.serve(range(2))
-    for number in range(2):
-        place.work(number, 12)
+    place.run(2, 12)
     _until(lambda: any(isinstance(e, InterruptedError) for e in place.errors))
     place.errors.clear()
     state, tensors = place.log.saved[-1]
@@ -454,9 +451,7 @@ def test_servers_that_are_started_anew_go_on_from_their_checkpoint(servers, mode
 def test_a_run_that_is_stopped_saves_and_its_workers_end(monkeypatch):
     plan = ServerPlan(2, staleness=1, joint=False, timeout=10.0)
     place = _Place(plan, SGD(), monkeypatch)
-    place.serve(range(2))
-    for number in range(2):
-        place.work(number, 10**6)
+    place.run(2, 10**6)
     _until(lambda: len(place.log.rows) >= 10)
     tell(place.store(), "stop")
     found = place.end()

@@ -375,9 +375,7 @@ def test_workers_have_a_gpu_each_or_compute_on_the_cpu(monkeypatch, device, gpus
 
 
 @pytest.mark.parametrize(("gpus", "device", "backend"), [(0, "cpu", "gloo"), (4, "cuda", "nccl")])
-def test_a_run_says_who_trains_how_much_and_starts_in_what_is_prepared(
-    monkeypatch, capsys, gpus, device, backend
-):
+def test_run_says_who_trains_and_uses_what_is_prepared(monkeypatch, capsys, gpus, device, backend):
     seen: dict[str, Any] = {}
     early, plan = object(), ParallelPlan(microbatches=6)
     config = TrainConfig(server=2, dp=3, staleness=5, batch=4, plan=plan)
@@ -447,9 +445,7 @@ def test_servers_that_are_killed_are_all_started_again_at_most_five_times(quick,
 
 @pytest.mark.parametrize("resume", [False, True, "auto"])
 @pytest.mark.parametrize("there", [None, "step_00000004"])
-def test_servers_begin_as_asked_and_start_again_from_what_is_saved(
-    quick, monkeypatch, capsys, resume, there
-):
+def test_servers_start_as_asked_then_from_what_is_saved(quick, monkeypatch, capsys, resume, there):
     asked: list[Any] = []
     monkeypatch.setattr(servers, "latest", lambda folder: asked.append(folder) or there)
     watch = _Servers(server0=[None, 0], server1=[-15, None])

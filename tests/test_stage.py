@@ -93,15 +93,10 @@ def _batches(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def _go(chain: ChainStage, batches, order: str = "FB", seed=None) -> None:
     """Run F, B, I and W of every micro-batch; "FI W" means all F and I first, then all W."""
     chain.begin(batches, seed)
-    does = {
-        "F": lambda mb: chain.forward(mb, None),
-        "B": lambda mb: chain.backward(mb, None),
-        "I": lambda mb: chain.backward_input(mb, None),
-        "W": chain.backward_weight,
-    }
+    does = {"F": chain.forward, "B": chain.backward, "I": chain.backward_input}
     for phase in order.split():
         for mb, op in itertools.product(range(len(batches)), phase):
-            does[op](mb)
+            chain.backward_weight(mb) if op == "W" else does[op](mb, None)
     chain.reduce()
 
 

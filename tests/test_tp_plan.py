@@ -92,9 +92,8 @@ OTHERS = {  # one more word, of a module or parameter that may not exist, and th
     "a column outside": ("head", "colwise", "head: colwise has no counterpart", True),
     "a row outside": ("base.embed", "rowwise", "base.embed: rowwise has no counterpart", True),
     "experts' own": ("base.layers.*.mlp.experts", "moe_tp_experts", "has no counterpart", False),
-    "a parameter": (
-        "base.layers.*.mlp.w", "colwise", "w: the tp_plan shards a single parameter, ", False,
-    ),
+    "a parameter": ("base.layers.*.mlp.w", "colwise",
+                    "w: the tp_plan shards a single parameter, ", False),
     "packed": ("base.layers.*.mlp.w", "packed_colwise", "packed_colwise has no counte", False),
 }  # fmt: skip
 
@@ -114,13 +113,12 @@ def test_unknown_styles_stay_those_of_transformers_unless_tokens_are_sharded(nam
 
 
 def test_parameters_inside_a_sharded_module_must_be_in_the_plan():
-    model = Model(q_norm=nn.LayerNorm(2))
-    with pytest.raises(ValueError, match=r"^base.layers.\*.attn.q_norm: the tp_plan has no entry"):
-        styles._words(model, False, "")
-    many = Model(12)
+    model, many = Model(q_norm=nn.LayerNorm(2)), Model(12)
     many.base.layers[11].attn["q_norm"] = nn.LayerNorm(2)  # in a single layer of many
-    with pytest.raises(ValueError, match=r"^base.layers.\*.attn.q_norm: the tp_plan has no entry"):
-        styles._words(many, False, "")
+    for wrong in (model, many):
+        words = r"^base.layers.\*.attn.q_norm: the tp_plan has no entry"
+        with pytest.raises(ValueError, match=words):
+            styles._words(wrong, False, "")
     assert styles._words(Model(drop=nn.Dropout()), False, "") == wanted(False, "")
     beside = Model()
     for layer in beside.base.layers:

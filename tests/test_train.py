@@ -31,8 +31,9 @@ from warpweave.kernels.runtime.transfer import upload
 from warpweave.launch.interrupt import Interrupt
 from warpweave.launch.session import Session
 from warpweave.model.config import ParallelPlan
-from warpweave.model.plain import PlainConfig, plain_adamw_step, plain_gpt_loss, plain_init
+from warpweave.model.plain import plain_adamw_step, plain_gpt_loss, plain_init
 from warpweave.parallel.mesh import Mesh
+from warpweave.prove.expected import plain_config
 from warpweave.train.checks import TrainingStopped
 from warpweave.train.lr_schedule import learning_rate
 from warpweave.train.metrics import Metrics, locked, peak_memory, set_aside, utilisation
@@ -129,11 +130,7 @@ def _plain_run(config: TrainConfig) -> tuple[list[dict], dict[str, torch.Tensor]
     """Return the expected metrics and final state: the plain model in float64 on one device."""
     train, held_out = config.open_data("train"), config.open_data("validation")
     model = config.model_config(train.vocab_size)
-    plain = PlainConfig(
-        model.vocab_size, model.seq_len, model.layers, model.width, model.heads,
-        model.num_kv_heads, model.num_hidden, model.positions, model.norm, model.activation,
-        model.bias, model.tied, model.norm_eps, model.rope_theta, model.dropout,
-    )  # fmt: skip
+    plain = plain_config(model)
     params = plain_init(plain, config.seed, torch.float64)
     moments: dict[str, dict[str, torch.Tensor]] = {}
     rows: list[dict] = []
@@ -763,9 +760,7 @@ def test_launches_of_a_run_take_the_tiles_of_the_table_that_it_was_given(tmp_pat
     [("NVIDIA H100 80GB HBM3", "bf16", 989e12), ("NVIDIA A100-SXM4-40GB", "fp16", 312e12),
      ("NVIDIA A100-SXM4-40GB", "fp32", None), ("Unknown", "bf16", None)],
 )  # fmt: skip
-def test_utilisation_is_of_all_ranks_peaks_and_only_where_one_is_known(
-    tmp_path, monkeypatch, device, dtype, peak
-):
+def test_utilisation_is_of_all_ranks_of_a_known_peak(tmp_path, monkeypatch, device, dtype, peak):
     trainer = _trainer(_config(tmp_path, dtype=dtype))
 
     def found() -> dict[str, float]:

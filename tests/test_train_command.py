@@ -67,9 +67,7 @@ def rank(monkeypatch) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("port", "torchrun", "first"), [(None, False, True), (7, True, True), (None, True, False)]
 )
-def test_a_rank_handles_signals_before_it_joins_unless_torchrun_started_it(
-    rank, monkeypatch, port, torchrun, first
-):
+def test_a_rank_listens_before_it_joins_unless_torchruns(rank, monkeypatch, port, torchrun, first):
     for name in ("RANK", "WORLD_SIZE") if torchrun else ():
         monkeypatch.setenv(name, "1")
     assert train.train_rank(TrainConfig(), port) == 0

@@ -27,14 +27,7 @@ from warpweave.parallel.layout import SequenceLayout, balance
 Tensors = tuple[torch.Tensor, ...]
 
 
-def emulate(
-    case: Case,
-    degree: int,
-    options: AttentionOptions | None = None,
-    sinks: torch.Tensor | None = None,
-    *,
-    overlap: bool = True,
-) -> Tensors:
+def emulate(case: Case, degree: int, options=None, sinks=None, *, overlap=True) -> Tensors:
     """Return the whole o, lse, dq, dk, dv of ranks, with a Ulysses degree of `degree`."""
     ranks = range(case.layout.parts)
     shards = [case.shard(rank) for rank in ranks]

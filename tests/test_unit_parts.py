@@ -359,10 +359,8 @@ def _joined(mesh: ConnectedMesh) -> None:
     sizes = [x.nbytes for x in flats]
     end_to_end([unit.gradients for unit in units])
     homes = [unit.gradients.flat.untyped_storage() for unit in units]
-    assert [home.nbytes() for home in homes] == [
-        sizes[0] + sizes[2], sizes[1] + sizes[3], *[sizes[0] + sizes[2], sizes[1] + sizes[3]],
-        sizes[4] + sizes[5], sizes[4] + sizes[5],
-    ]  # fmt: skip
+    joined = [(0, 2), (1, 3), (0, 2), (1, 3), (4, 5), (4, 5)]
+    assert [home.nbytes() for home in homes] == [sizes[a] + sizes[b] for a, b in joined]
     assert [unit.gradients.flat.dtype for unit in units] == [x.dtype for x in flats]
     pairs = [(a, b) for a in range(6) for b in range(6)
              if units[a].gradients.is_before(units[b].gradients)]  # fmt: skip

@@ -192,13 +192,8 @@ def test_pipeline_refuses_what_does_not_fit():
         with pytest.raises(ValueError, match=message):
             Pipeline(modules, one, **{"loss": loss_of, "schedule": "interleaved", **options})
     pipeline = Pipeline(stages(1), one, loss=loss_of, microbatches=4)
-    replicas = Mesh(outer=2).seen_from(0)
     with pytest.raises(ValueError, match="Pipeline needs outer = 1, got 2"):
-        Pipeline(stages(1), replicas, loss=loss_of)
-    with pytest.raises(ValueError, match="Zero needs pp = 1 and outer = 1, got 1 and 2"):
-        Zero(Block(), replicas)
-    with pytest.raises(ValueError, match="mesh must be connected"):
-        Zero(Block(), Mesh())
+        Pipeline(stages(1), Mesh(outer=2).seen_from(0), loss=loss_of)
     with pytest.raises(ValueError, match=r"divisible by microbatches = 4"):
         pipeline.step(batch, batch, lr=LR)
     pipeline.step(batch[:4], batch[:4], lr=LR)
@@ -249,13 +244,9 @@ def _zero(rank: int, sizes: dict, stage: int, recompute: bool, microbatches: int
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("sizes", "recompute", "microbatches"),
-    [
-        ({}, True, 2),
-        ({"dp": 2}, False, 1),
-        ({"dp": 2}, True, 2),
-        ({"dp": 4, "dp_shard": 2}, False, 2),
-    ],
-)
+    [({}, True, 2), ({"dp": 2}, False, 1), ({"dp": 2}, True, 2),
+     ({"dp": 4, "dp_shard": 2}, False, 2)],
+)  # fmt: skip
 def test_zero_trains_as_one_plain_device(tmp_path, sizes, recompute, microbatches, stage):
     replicas = sizes.get("dp", 1)
     plain = seeded(Model, 0).double()
@@ -354,6 +345,9 @@ def test_zero_refuses_what_does_not_fit():
         (lambda: Zero(nn.Tanh(), one), "has no parameter that requires a gradient"),
         (lambda: Zero(Opaque(), one).model(torch.ones(1, 2)), "returned a set in which no tensor"),
         (lambda: Zero(Block().to("meta"), one), "is on the meta device"),
+        (lambda: Zero(Block(), Mesh()), "mesh must be connected"),
+        (lambda: Zero(Block(), Mesh(outer=2).seen_from(0)),
+         "Zero needs pp = 1 and outer = 1, got 1 and 2"),
         (lambda: Zero(Block(), one).step(LR),
          r"before zero.step\(\) must be microbatches = 1, got 0"),
     ):  # fmt: skip

@@ -31,13 +31,7 @@ def _draw(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def _unit(
-    mesh: ConnectedMesh,
-    zero: int = 0,
-    dtype: torch.dtype = torch.float64,
-    sum_over: str = "data",
-    ordered: bool = False,
-) -> Unit:
+def _unit(mesh, zero=0, dtype=torch.float64, sum_over="data", ordered=False) -> Unit:
     """Make a matrix, a vector without decay, and one of which tensor ranks have partial sums."""
     partial = ("tp",) if mesh.size("tp") > 1 else ()
     records = [
@@ -57,14 +51,10 @@ def _gradients(unit: Unit, seed: int, scale: float = 1.0, bad: float | None = No
 
 def _state(unit: Unit, optimizer: ZeroOptimizer) -> list[torch.Tensor]:
     """Return everything that a step may change."""
-    scale = optimizer.loss_scale
-    return [
-        x.clone()
-        for x in (
-            unit.state.master, unit.state.param, *unit.state.moments.values(), optimizer.count,
-            *(() if scale is None else (scale.value, scale.good_steps)),
-        )
-    ]  # fmt: skip
+    state, scale = unit.state, optimizer.loss_scale
+    of_scale = () if scale is None else (scale.value, scale.good_steps)
+    held = state.master, state.param, *state.moments.values(), optimizer.count, *of_scale
+    return [x.clone() for x in held]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
