@@ -377,13 +377,8 @@ STALE = from_csv("0F0,0F1,0B0,0UPDATE@1,0B1,0UPDATE@2\n")[0]
         (lambda: _ran([Action(F, 0, 0), Action(I, 0, 0), Action(UPDATE, 0, WHOLE, 1)]),
          r"UPDATE@1 must come after the W of micro-batches \[0\]"),
         (lambda: _ran([Action(F, 0, 0), Action(I, 0, 0)]), "no W follows the I of these"),
-        (
-            lambda: _ran(
-                [*TWO[0][:3], Action(I, 0, 0), Action(UPDATE, 1, WHOLE, 1), Action(W, 0, 0)],
-                stages=2,
-            ),
-            None,  # that gradient belongs to another stage
-        ),
+        (lambda: _ran([*TWO[0][:3], Action(I, 0, 0), Action(UPDATE, 1, WHOLE, 1), Action(W, 0, 0)],
+                      stages=2), None),  # that gradient belongs to another stage
         (lambda: _ran(*CROSSED, stages=2), None),
         (lambda: _ran(*gpipe(2, 1), stages=2), "2 ranks have no SEND or RECV"),
         (lambda: _ran(TWO[0], stages=2), None),

@@ -146,10 +146,8 @@ def test_a_token_file_of_which_half_was_replaced_is_refused(tmp_path, capsys):
     write_token_file(config.data, tokens, vocab_size=256)
     with pytest.raises(CheckpointError, match=r"was trained on different data: .*tokens.bin"):
         _trainer(config)
-    rewrite(
-        config.out / CHECKPOINTS / "step_00000001",
-        lambda manifest: manifest["state"]["data"].update(fingerprint="ab" * 32),
-    )
+    ends = lambda manifest: manifest["state"]["data"].update(fingerprint="ab" * 32)  # noqa: E731
+    rewrite(config.out / CHECKPOINTS / "step_00000001", ends)
     assert _trainer(config).step == 1
     words = "fingerprint: saved ends of the file, now whole file"
     assert words in capsys.readouterr().err

@@ -61,9 +61,8 @@ def test_a_state_has_all_that_decides_a_run_and_is_json():
         },
     }  # fmt: skip
     assert _state(config, validation=None)["data"]["validation"] is None
-    assert _state(PIPEDREAM)["asynchronous"] == {
-        "schedule": "pipedream", "microbatches": 4, "pp": 3
-    }  # fmt: skip
+    found = _state(PIPEDREAM)["asynchronous"]
+    assert found == {"schedule": "pipedream", "microbatches": 4, "pp": 3}
     assert _state(OUTER)["outer"] == {
         "replicas": 2, "every": 6, "lr": 0.7, "momentum": 0.9, "fragments": 2, "delay": 1,
         "mix": 0.25, "warmup": 0,

@@ -63,10 +63,8 @@ class Case:
         lead = (self.batch, self.layout.seq_len)
         shapes = [(*lead, self.heads, self.dim)] + [(*lead, self.kv_heads, self.dim)] * 2
         shapes += [(*lead, self.heads, self.dim), (self.batch, self.heads, self.layout.seq_len)]
-        q, k, v, do, dlse = (
-            torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
-            for shape in shapes
-        )
+        how = {"generator": generator, "dtype": torch.float64}
+        q, k, v, do, dlse = (torch.randn(shape, **how).to(self.dtype) for shape in shapes)
         dlse = dlse.to(torch.float64 if self.dtype == torch.float64 else torch.float32)
         return (q, k, v), (do, dlse)
 

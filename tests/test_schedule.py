@@ -487,9 +487,7 @@ def test_one_receive_of_each_link_is_posted_ahead() -> None:
     posts = posted_ahead(lists)
     drawn = {(rank, str(lists[rank][i])): list(map(str, rs)) for (rank, i), rs in posts.items()}
     assert drawn == {
-        (0, "0F0"): ["0RECV_B0"],
-        (0, "0RECV_B0"): ["0RECV_B1"],
-        (1, "1RECV_F0"): ["1RECV_F0", "1RECV_F1", "1RECV_B0"],
-        (1, "1RECV_B0"): ["1RECV_B1"],
+        (0, "0F0"): ["0RECV_B0"], (0, "0RECV_B0"): ["0RECV_B1"],
+        (1, "1RECV_F0"): ["1RECV_F0", "1RECV_F1", "1RECV_B0"], (1, "1RECV_B0"): ["1RECV_B1"],
         (2, "2RECV_F0"): ["2RECV_F0", "2RECV_F1"],
-    }
+    }  # fmt: skip

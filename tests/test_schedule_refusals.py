@@ -72,25 +72,16 @@ ONE_OF = "expected one F and either one B or one I and one W"
          f"rank 0: stage 0 micro-batch 1 has 1 F, 0 B, 1 I and 2 W; {ONE_OF}"),
         # ---- versions
         *[
-            (
-                edit(split_backward(gpipe(1, 1)), old, f"{old}@1"),
-                f"rank 0 position {at}: {old}@1 uses version 1 of the weights, but the F of the "
-                "same micro-batch read version 0",
-            )
+            (edit(split_backward(gpipe(1, 1)), old, f"{old}@1"),
+             f"rank 0 position {at}: {old}@1 uses version 1 of the weights, but the F of the "
+             "same micro-batch read version 0")
             for at, old in enumerate(("0I0", "0W0"), 1)
         ],
         (lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@2 0F2@3 0B2@3 0UPDATE@3"),
          "rank 0 position 6: 0F2@3 reads version 3, but the newest version is 2"),
-        (
-            lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@1"),
-            "rank 0 position 5: 0UPDATE@1 produces version 1 of the weights right after version 1; "
-            "versions must increase by 1",
-        ),
-        (
-            lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@3"),
-            "rank 0 position 5: 0UPDATE@3 produces version 3 of the weights right after version 1; "
-            "versions must increase by 1",
-        ),
+        *[(lists_of(f"0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@{n}"),
+           f"rank 0 position 5: 0UPDATE@{n} produces version {n} of the weights right after "
+           "version 1; versions must increase by 1") for n in (1, 3)],
         (lists_of("0F0 0B0 0UPDATE@1 0UPDATE@2"),
          "rank 0 position 3: 0UPDATE@2 has no gradient to apply"),
         (lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@2 0F2@2 0B2@2"),
@@ -104,10 +95,8 @@ ONE_OF = "expected one F and either one B or one I and one W"
          "1SEND_F0 connects stages 1 and 2, which must both exist and be on different ranks"),
         (edit(with_comm(VEE), "0B0", "0B0", "0SEND_B0"),
          "0SEND_B0 connects stages 0 and -1, which must both exist and be on different ranks"),
-        (
-            edit(STEP, "0B0", "0B0", "0SEND_B0"),  # the last stage is on another rank
-            "0SEND_B0 connects stages 0 and -1, which must both exist and be on different ranks",
-        ),
+        (edit(STEP, "0B0", "0B0", "0SEND_B0"),  # the last stage is on another rank
+         "0SEND_B0 connects stages 0 and -1, which must both exist and be on different ranks"),
         (edit(STEP, "0F0", "0RECV_F0", "0F0"),
          "0RECV_F0 connects stages 0 and -1, which must both exist and be on different ranks"),
         (edit(with_comm(VEE), "3F0", "3F0", "3RECV_B0"),
@@ -116,16 +105,12 @@ ONE_OF = "expected one F and either one B or one I and one W"
           for name in ("0SEND_F11", "1RECV_F11", "1SEND_B11", "0RECV_B11")],
         *[(edit(LONG, name, name, name), f"{name} must occur once, but occurs 2 times")
           for name in ("0SEND_F10", "1RECV_F10", "1SEND_B10", "0RECV_B10")],
-        (
-            swap(swap(LONG, "1RECV_F10", "1RECV_F11"), "1F10", "1F11"),
-            "link F from rank 0 to 1: message 10 is sent by 0SEND_F10, but the receiver expects "
-            "that of 0SEND_F11",
-        ),
-        (
-            swap(swap(LONG, "0RECV_B3", "0RECV_B4"), "0B3", "0B4"),
-            "link B from rank 1 to 0: message 3 is sent by 1SEND_B3, but the receiver expects that "
-            "of 1SEND_B4",
-        ),
+        (swap(swap(LONG, "1RECV_F10", "1RECV_F11"), "1F10", "1F11"),
+         "link F from rank 0 to 1: message 10 is sent by 0SEND_F10, but the receiver expects that "
+         "of 0SEND_F11"),
+        (swap(swap(LONG, "0RECV_B3", "0RECV_B4"), "0B3", "0B4"),
+         "link B from rank 1 to 0: message 3 is sent by 1SEND_B3, but the receiver expects that "
+         "of 1SEND_B4"),
         # ---- sums over data ranks
         (REDUCED, "stage 0: the gradients of 0B0 0B1 have no REDUCE before the end"),
         (edit(REDUCED, "0B0", "0B0", "0REDUCE_GRAD"),

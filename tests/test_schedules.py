@@ -235,9 +235,7 @@ def test_split_backwards_leave_weights_to_w_whatever_zero_is():
 # -------------------------------------------------------------------------------- proofs
 
 
-SMALL = Sizes(
-    samples=8, seq_len=4, vocab=11, layers=4, heads=2, kv_heads=2, head_dim=2, hidden=8
-)  # fmt: skip
+SMALL = Sizes(samples=8, seq_len=4, vocab=11, layers=4, heads=2, kv_heads=2, head_dim=2, hidden=8)
 
 
 def _proven(rank: int, layout: Layout) -> float:

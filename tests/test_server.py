@@ -308,11 +308,8 @@ def test_synchronous_is_one_process_that_accumulates_bitwise(servers, workers, m
                 g = g.add(p.detach(), alpha=0.1)
             momentum[name] = 0.9 * momentum[name] + g
             p.data = p.data - lr * momentum[name]
-    _equal(
-        found,
-        {n: p.detach() for n, p in net.named_parameters()}
-        | {f"momentum/{n}": m for n, m in momentum.items()},
-    )
+    weights = {n: p.detach() for n, p in net.named_parameters()}
+    _equal(found, weights | {f"momentum/{n}": m for n, m in momentum.items()})
 
 
 @pytest.mark.parametrize("rule", [AdamW((0.9, 0.99), weight_decay=0.1), SGD()])

@@ -191,15 +191,16 @@ def test_gradient_covers_all_micro_batches_at_the_given_weights() -> None:
 # ---------------------------------------------------------------- a log
 
 
+def _term(worker: int, clock: int = 0, pulled: int = 0) -> dict:
+    more = {"staleness": 0, "count": 1, "loss": 0.0}
+    return {"worker": worker, "clock": clock, "pulled": pulled} | more
+
+
 def _replayed(*terms: tuple[int, int, int], versions: tuple[int, ...] = ()) -> float:
     """Return one weight after updates of one term each: (worker, clock, version that it pulled)."""
     shard = Shard([ParamRecord("w", (1,))], lambda r: torch.zeros(1), SGD(0.0), torch.float64)
-    log = [
-        {"version": version, "lr": 0.1, "terms": [
-            {"worker": worker, "clock": clock, "pulled": pulled, "staleness": 0, "count": 1,
-             "loss": 0.0}]}
-        for version, (worker, clock, pulled) in zip(versions or itertools.count(1), terms)
-    ]  # fmt: skip
+    pairs = zip(versions or itertools.count(1), terms)
+    log = [{"version": version, "lr": 0.1, "terms": [_term(*of)]} for version, of in pairs]
 
     def compute(worker: int):
         def gradient(clock, weights):
@@ -226,10 +227,7 @@ def test_a_replay_adds_an_updates_terms_in_the_order_of_the_log(workers) -> None
     """The gradients are such that a sum in a different order differs."""
     values = 1e16, 1.0, -1e16
     shard = Shard([ParamRecord("w", (1,))], lambda r: torch.zeros(1), SGD(0.0), torch.float64)
-    terms = [
-        {"worker": w, "clock": 0, "pulled": 0, "staleness": 0, "count": 1, "loss": 0.0}
-        for w in workers
-    ]
+    terms = [_term(w) for w in workers]
 
     def compute(worker: int):
         w = torch.tensor([values[worker]], dtype=torch.float64)

@@ -328,16 +328,15 @@ def test_a_replay_says_what_it_has_repeated_and_how_much_differs(tmp_path, monke
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        (
-            "servers",
-            "run: the update log is of 3 parameter servers, but config.toml has server = 2",
-        ),
-        ("no servers", "the update log is of 2 parameter servers, but config.toml has server = 0"),
+        ("servers",
+         "run: the update log is of 3 parameter servers, but config.toml has server = 2"),
+        ("no servers",
+         "run: the update log is of 2 parameter servers, but config.toml has server = 0"),
         ("short", "step_00000003 has 3 updates, but the log has 2"),
         ("no log", "updates.jsonl cannot be read"),
         ("no options", "config.toml cannot be read"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_replayed_is_refused_in_one_line(tmp_path, monkeypatch, capfd, what, words):
     there = _Replayed(tmp_path, monkeypatch)
     path, options = there.out / UPDATES, there.out / CONFIG

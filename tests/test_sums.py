@@ -11,6 +11,7 @@ Ranks are threads (`threads.py`), which also check that all of them begin the sa
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -312,12 +313,9 @@ def _zero(mesh: ConnectedMesh, stage: int) -> None:
     total, squares = {}, 0.0
     for name, (_, _, partial) in SPEC.items():
         for stage_ in range(mesh.size("pp")):
-            every = [
-                _gradient(name, micro, data, at, stage_)
-                for micro in range(3)
-                for data in range(mesh.size("data"))
-                for at in range(tp if partial else 1)
-            ]
+            ranks = range(mesh.size("data")), range(tp if partial else 1)
+            terms = itertools.product(range(3), *ranks)
+            every = [_gradient(name, *term, stage_) for term in terms]
             squares += float(sum(every).square().sum())
             if stage_ == pp:
                 total[name] = sum(every)

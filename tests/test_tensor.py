@@ -175,19 +175,15 @@ RANKED = (
     tensor.loss.CrossEntropy,
 )
 COLUMN, ROW, LOSS = map(over_group, RANKED)
-EMBEDDING = tensor.embedding._VocabParallelEmbedding
+EMBEDDING, TABLE = tensor.embedding._VocabParallelEmbedding, (IDS, draw(1, 8, 5), "tp", 7)
 GIVEN = draw(1, 6, 4), draw(2, 10, 4), draw(3, 10), torch.float64, "tp"
 CASES = {
     "column": (COLUMN, (*GIVEN, False), {"x": I, "weight": S(0), "bias": S(0)}),
     "column, sequence": (COLUMN, (*GIVEN, True), {"x": S(0), "weight": S(0), "bias": S(0)}),
     "row": (ROW, (*GIVEN, False), {"x": S(1), "weight": S(1), "bias": I}),
     "row, sequence": (ROW, (*GIVEN, True), {"x": S(1), "weight": S(1), "bias": R}),
-    "embedding": (EMBEDDING, (IDS, draw(1, 8, 5), "tp", 7, False), {"ids": R, "weight": S(0)}),
-    "embedding, sequence": (
-        EMBEDDING,
-        (IDS, draw(1, 8, 5), "tp", 7, True),
-        {"ids": R, "weight": S(0)},
-    ),
+    "embedding": (EMBEDDING, (*TABLE, False), {"ids": R, "weight": S(0)}),
+    "embedding, sequence": (EMBEDDING, (*TABLE, True), {"ids": R, "weight": S(0)}),
     "loss": (LOSS, (draw(1, 6, 8), IDS, VOCABULARY, "tp", False), {"logits": S(1), "labels": R}),
 }
 

@@ -31,9 +31,8 @@ from warpweave.kernels.runtime.tile_table import (
 )
 from warpweave.kernels.runtime.tiles import PLAIN
 
-ODD = TileRow(
-    "Planted GPU", "attention_fwd", 2, 96, AttentionTile(32, 16, 2, 1), triton.__version__
-)
+ODD_TILE = AttentionTile(32, 16, 2, 1)
+ODD = TileRow("Planted GPU", "attention_fwd", 2, 96, ODD_TILE, triton.__version__)
 
 
 @pytest.fixture
@@ -200,11 +199,9 @@ def test_nobody_reads_one_unasked_nor_anything_at_import(table, monkeypatch) -> 
     q = torch.randn(1, 3, 1, 16)
     attention(q, q, q, impl="triton")
     gemm(q[0, :, 0], q[0, :, 0].t(), impl="triton")
-    code = (
-        "import warpweave.kernels.attention, warpweave.kernels.gemm\n"
-        "import warpweave.kernels.runtime.tiles as t"
-    )
-    code += "; assert not t.shipped_table.cache_info().currsize"
+    code = "import warpweave.kernels.attention, warpweave.kernels.gemm\n"
+    code += "from warpweave.kernels.runtime.tiles import shipped_table as table\n"
+    code += "assert not table.cache_info().currsize"
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=800)
     shipped = tiles.find_on("gemm", 90, "", 2, "large")
     assert tiles.find_on("gemm", 90, "Planted GPU", 2, "large") == shipped
@@ -214,10 +211,8 @@ def test_rows_of_another_triton_are_announced_and_left_out(table) -> None:
     old = dataclasses.replace(ODD, kernel="attention_dq", triton="3.0.0")
     write_table(table, [ODD, old, dataclasses.replace(old, where="Other GPU", triton="2.0.0")])
     tiles.load(table)
-    message = (
-        r"ignoring .* Planted GPU: they were measured with Triton 3\.0\.0, but .*warpweave tune"
-    )
-    with pytest.warns(UserWarning, match=message):
+    words = r"they were measured with Triton 3\.0\.0, but .*warpweave tune"
+    with pytest.warns(UserWarning, match=f"ignoring .* Planted GPU: {words}"):
         assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == ODD.tile
     shipped = tiles.find_on("attention_dq", 90, "", 2, 96)
     assert tiles.find_on("attention_dq", 90, "Planted GPU", 2, 96) == shipped  # does not warn again

@@ -698,8 +698,7 @@ def test_early_stop_keeps_the_best_checkpoint_and_its_count_across_a_resume(tmp_
     assert _with_losses(resumed).run() == result | {"tokens_per_second": 0.0}
     assert "step_00000008 only: the run stopped early at step 8" in capsys.readouterr().err
     assert _rows(config.out) == rows
-    interrupted = _config(tmp_path, out=tmp_path / "b", steps=12, keep=1, early_stop=2,
-                          layers=1)  # fmt: skip
+    interrupted = _config(tmp_path, out=tmp_path / "b", steps=12, keep=1, early_stop=2, layers=1)
     trainer = _with_losses(interrupted)
     train_step = trainer._train_step
     trainer._train_step = lambda: (*train_step()[:2], trainer.step == 6)

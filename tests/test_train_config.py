@@ -288,18 +288,14 @@ def test_a_timeline_gets_its_folder_once_it_is_of_a_kind_that_can_be_written(tmp
 IDLE: tuple[tuple[str, Any, dict[str, Any], dict[str, Any]], ...] = (
     ("model", "toy", {"init_from": Path("run")}, {}),
     ("separator", 32, {"packed": False}, {"packed": True, "data": Path("text")}),
-    (
-        "separator", 49, {"packed": True, "data": Path("t.bin")},
-        {"packed": True, "data": Path("u.bin")},
-    ),
+    ("separator", 49, {"packed": True, "data": Path("t.bin")},
+     {"packed": True, "data": Path("u.bin")}),
     ("packed", True, {"data": Path("t.bin")}, {"data": Path("t.bin"), "separator": 3}),
     ("packed", True, {"data": Path("t.bin"), "separator": 49}, {"data": Path("text")}),
     ("packed", True, {"data": Path("text/a.txt")}, {}),
     ("rope_theta", 500.0, {"positions": "learned"}, {"model": "toy-llama"}),
-    (
-        "rope_theta", 500.0, {"positions": "rope", "windows": (8, 4), "local_rope_theta": 9.0},
-        {"positions": "rope", "windows": (8, 0), "local_rope_theta": 9.0},
-    ),
+    ("rope_theta", 500.0, {"positions": "rope", "windows": (8, 4), "local_rope_theta": 9.0},
+     {"positions": "rope", "windows": (8, 0), "local_rope_theta": 9.0}),
     ("local_rope_theta", 9.0, {"positions": "rope"}, {"positions": "rope", "windows": (8, 0)}),
     ("windows", (128, 0), {"seq_len": 128}, {"seq_len": 129}),
     ("norm_bias", False, {"norm": "rms"}, {"norm": "layer"}),

@@ -4,6 +4,7 @@ which rank orthogonalizes which matrix, and errors."""
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -237,27 +238,19 @@ def _work(mesh: ConnectedMesh, matrices: list[tuple[tuple[int, int], tuple[int, 
 @pytest.mark.parametrize(
     ("mesh", "matrices", "work"),
     [
-        (
-            Mesh(dp=2, tp=2), [((n, n), (1,)) for n in (4, 8, 2, 8, 4, 4)],
-            [[(2, 2), (4, 4)], [(4, 4), (4, 4)], [(8, 8)], [(8, 8)]],
-        ),
+        (Mesh(dp=2, tp=2), [((n, n), (1,)) for n in (4, 8, 2, 8, 4, 4)],
+         [[(2, 2), (4, 4)], [(4, 4), (4, 4)], [(8, 8)], [(8, 8)]]),
         # A long matrix costs less than a square one, whichever side is the long one.
         (Mesh(dp=2), [((40, 2), (1,)), *[((8, 8), (1,))] * 2], [[(8, 8)], [(8, 8), (40, 2)]]),
         (Mesh(dp=2), [((2, 40), (1,)), *[((8, 8), (1,))] * 2], [[(2, 40), (8, 8)], [(8, 8)]]),
         # m x n with m <= n costs 3 m^2 n + m^3. So 10 x 10 is between 18 x 8 and 19 x 8,
-        (
-            Mesh(dp=2), [((3, 3), (1,)), ((18, 8), (1,)), ((10, 10), (1,))],
-            [[(3, 3), (18, 8)], [(10, 10)]],
-        ),
-        (
-            Mesh(dp=2), [((3, 3), (1,)), ((19, 8), (1,)), ((10, 10), (1,))],
-            [[(3, 3), (10, 10)], [(19, 8)]],
-        ),
+        (Mesh(dp=2), [((3, 3), (1,)), ((18, 8), (1,)), ((10, 10), (1,))],
+         [[(3, 3), (18, 8)], [(10, 10)]]),
+        (Mesh(dp=2), [((3, 3), (1,)), ((19, 8), (1,)), ((10, 10), (1,))],
+         [[(3, 3), (10, 10)], [(19, 8)]]),
         # and between two parts of 8 x 8 and a whole matrix of 16 x 8.
-        (
-            Mesh(dp=2), [((3, 3), (1,)), ((10, 10), (1,)), ((16, 8), (1, 1))],
-            [[(3, 3), (10, 10)], [(8, 8), (8, 8)]],
-        ),
+        (Mesh(dp=2), [((3, 3), (1,)), ((10, 10), (1,)), ((16, 8), (1, 1))],
+         [[(3, 3), (10, 10)], [(8, 8), (8, 8)]]),
     ],
 )  # fmt: skip
 def test_matrices_go_by_falling_cost_to_the_rank_with_the_least_work(mesh, matrices, work) -> None:
@@ -288,11 +281,8 @@ def _pair(name: str, **changes: Any) -> tuple[ParamRecord, nn.Parameter]:
 
 @rows(
     [
-        (
-            lambda: make_unit("u", [_pair("a"), _pair("b", sum_over="dp")], single()),
-            r"^unit u needs all its gradients summed over the same mesh axis, got "
-            r"\['data', 'dp'\]$",
-        ),
+        (lambda: make_unit("u", [_pair("a"), _pair("b", sum_over="dp")], single()),
+         r"^unit u needs all its gradients summed over the same mesh axis, got \['data', 'dp'\]$"),
         (lambda: _bn(bias=torch.zeros(2)), r"\] and bias\[C\], got x\[2, 3\] and bias\[2\]$"),
         (lambda: _bn(torch.zeros(3, 1)), r"weight\[C\], got x\[2, 3\] and weight\[3, 1\]$"),
         (lambda: _bn(torch.zeros(4)), r"weight\[C\], got x\[2, 3\] and weight\[4\]$"),
@@ -300,7 +290,7 @@ def _pair(name: str, **changes: Any) -> tuple[ParamRecord, nn.Parameter]:
         (lambda: _bn(torch.zeros(3), torch.zeros(3)), None),
         (lambda: _bn(bias=torch.zeros(3)), None),
     ]
-)
+)  # fmt: skip
 def test_refusals(call, words) -> None:
     check(call, words)
 
@@ -313,10 +303,8 @@ def _bn(weight: torch.Tensor | None = None, bias: torch.Tensor | None = None) ->
 def _of_replicas(mesh: ConnectedMesh) -> None:
     words = "^unit u: the ordered reduction of gradients does not support hybrid sharding"
     for zero in range(4):
-        check(
-            lambda zero=zero: make_unit("u", [_pair("a")], mesh, zero=zero, ordered=True),
-            words if zero else None,
-        )
+        make = partial(make_unit, "u", [_pair("a")], mesh, zero=zero, ordered=True)
+        check(make, words if zero else None)
 
 
 def test_replicas_of_shards_are_not_summed_in_order() -> None:

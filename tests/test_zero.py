@@ -85,8 +85,7 @@ def _textbook(data: int, ends: int) -> tuple[list[float], dict[str, dict[str, to
         grads = {}
         for name, shape, *_ in spec:
             count = ends if name == "embedding" else 1
-            every = [(d, i, e) for d in range(data) for i in range(MICRO_BATCHES)
-                     for e in range(count)]  # fmt: skip
+            every = itertools.product(range(data), range(MICRO_BATCHES), range(count))
             grads[name] = sum(_terms(name, shape, step, *at) for at in every)
         norms.append(math.sqrt(sum(float((g * g).sum()) for g in grads.values())))
         for name, _, _, _, decays in spec:
@@ -710,11 +709,9 @@ class _ExpertMesh(Mesh):
 
 EP_AXES = ("pp", "dp", "ep", "cp", "tp")
 EP_PRODUCTS = {
-    "data": ("dp", "ep", "cp"),
-    "shard": ("dp_shard", "ep", "cp"),
-    "inner": EP_AXES,
+    "data": ("dp", "ep", "cp"), "shard": ("dp_shard", "ep", "cp"), "inner": EP_AXES,
     "world": EP_AXES,
-}
+}  # fmt: skip
 
 
 @pytest.fixture
