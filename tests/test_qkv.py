@@ -1,5 +1,4 @@
-"""The fused projection to queries, keys and values, against the reference;
-Triton kernels are interpreted."""
+"""The fused projection to queries, keys and values, against the reference; interpreted kernels."""
 
 from functools import partial
 
@@ -46,19 +45,11 @@ def _assert_equal(ours, truth, rtol=1e-12):
 @impls
 @pytest.mark.parametrize(
     "shape",
-    [
-        {"D": 2, "G": 1, "kv": 1, "B": 1, "S": 1},
-        {"D": 40, "G": 1, "kv": 3},
-        {"D": 6, "G": 7, "kv": 1, "E": 70},
-        {"D": 64, "G": 2, "kv": 2, "S": 37},
-        {"D": 96, "G": 1, "kv": 1},
-        {"S": 0},
-        {"B": 0},
-        {"kv": 0},
-        {"E": 0},
-    ],
+    [{"D": 2, "G": 1, "kv": 1, "B": 1, "S": 1}, {"D": 40, "G": 1, "kv": 3},
+     {"D": 6, "G": 7, "kv": 1, "E": 70}, {"D": 64, "G": 2, "kv": 2, "S": 37},
+     {"D": 96, "G": 1, "kv": 1}, {"S": 0}, {"B": 0}, {"kv": 0}, {"E": 0}],
     ids=str,
-)
+)  # fmt: skip
 def test_values_and_gradients_equal_the_reference(shape, impl) -> None:
     tensors, table = _tensors(**shape)
     ours = _with_gradients(qkv_rope, tensors, table, impl=impl)
@@ -245,11 +236,7 @@ def test_planted_faults_exceed_the_tolerance(fault, monkeypatch) -> None:
         assert relative_error(still[1], k) > 0.1
         assert torch.equal(still[2], v)
         return
-    backward = module.qkv_bwd
-    monkeypatch.setattr(
-        module,
-        "qkv_bwd",
-        lambda dq, dk, dv, cos, sin, impl: backward(dq, dk, dv, cos, -sin, impl=impl),
-    )
+    turned = lambda *dy, impl: qkv_bwd(*dy[:4], -dy[4], impl=impl)  # noqa: E731
+    monkeypatch.setattr(module, "qkv_bwd", turned)
     wrong = _with_gradients(qkv_rope, tensors, table, impl="triton")
     assert min(relative_error(a, b) for a, b in zip(wrong[3:], truth[3:])) > 0.01

@@ -42,10 +42,7 @@ def _computed(op: str, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("op", OPS)
 def test_every_bit_is_that_of_tritons_own_interpreter(op, dtype):
-    first, again = (
-        _computed(op, dtype),
-        _computed(op, dtype),
-    )  # the cache is used the second time
+    first, again = _computed(op, dtype), _computed(op, dtype)  # the second time from the cache
     with uninstalled():
         expected = _computed(op, dtype)
     for a, b, c in zip(first, again, expected):

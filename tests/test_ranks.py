@@ -1,5 +1,4 @@
-"""The rank pool itself: results in order, failures named, and no process
-left after a killed parent."""
+"""The rank pool itself: results in order, failures named, no process left by a killed parent."""
 
 import contextlib
 import os
@@ -89,10 +88,8 @@ def test_ranks_end_with_a_killed_parent(tmp_path) -> None:
     fifo = str(tmp_path / "fifo")
     os.mkfifo(fifo)
     code = f"import ranks, test_ranks; ranks.run_ranks(2, test_ranks._stay, {fifo!r})"
-    parent = subprocess.Popen(
-        [sys.executable, "-P", "-c", code],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, "-P", "-c", code], env=env)
     said = b""
     with open(fifo, "rb", buffering=0) as pipe:
         try:

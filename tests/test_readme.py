@@ -109,15 +109,10 @@ def _nanogpt(names: dict) -> None:
 
 # Assertions after a program that asserts nothing itself.
 CHECKS = {
-    ("README.md", 0): _layers,
-    ("README.md", 1): _hugging_face,
-    ("index.md", 0): _hugging_face,
-    ("library.md", 0): _layers,
-    ("library.md", 2): _kernels,
-    ("library.md", 3): _weights,
-    ("library.md", 4): _convert,
-    ("from_nanogpt.md", 1): _nanogpt,
-}
+    ("README.md", 0): _layers, ("README.md", 1): _hugging_face, ("index.md", 0): _hugging_face,
+    ("library.md", 0): _layers, ("library.md", 2): _kernels, ("library.md", 3): _weights,
+    ("library.md", 4): _convert, ("from_nanogpt.md", 1): _nanogpt,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("page", "number", "text"), PROGRAMS)
@@ -158,17 +153,10 @@ def test_the_figures_of_the_layout_page_are_the_estimates():
         words = ["--model", model, *shlex.split(found[2])]
         config = read_command_line(TrainConfig, "train", None, words)
         step = TrainingStep(PRESETS[model], config.mesh, config.plan, 1, "bf16", "cuda")
-        ranks = estimate(step)
-        most = max(ranks, key=lambda rank: rank.total)
-        parts = (
-            most.weights,
-            most.gradients,
-            most.optimizer,
-            most.activations,
-            most.gpu,
-            most.total,
-        )
-        assert [f"{part / 2**30:.1f}" for part in parts] == re.findall(r"[\d.]+", found[3]), line
+        most = max(estimate(step), key=lambda rank: rank.total)
+        kinds = ("weights", "gradients", "optimizer", "activations", "gpu", "total")
+        parts = [f"{getattr(most, kind) / 2**30:.1f}" for kind in kinds]
+        assert parts == re.findall(r"[\d.]+", found[3]), line
     assert rows == 11
 
 

@@ -50,9 +50,7 @@ def _holds(optimizer: ZeroOptimizer, owner: int) -> None:
             assert torch.equal(param.detach(), _value(record.name, "param", owner).bfloat16())
 
 
-def _recovered(
-    mesh: ConnectedMesh, zero: int, old: Mesh, source: int, empty: int | None, alike: bool
-) -> None:
+def _recovered(mesh, zero: int, old: Mesh, source: int, empty: int | None, alike: bool) -> None:
     """Give replicas separate states, from a mesh of another size; replica `empty` has none."""
     axis = "replica" if zero else "dp"
     me, group = mesh.index(axis), mesh.group(axis)
@@ -65,9 +63,7 @@ def _recovered(
     assert {unit for unit, _ in state} == {"one", "last"}
     if old.dp != mesh.sizes.dp:  # with more or fewer ranks a buffer has a different padding
         sizes = {key: len(x) + 32 * (old.dp - mesh.sizes.dp) for key, x in state.items()}
-        state = {
-            key: torch.cat([x, x.new_full((64,), 5.0)])[: sizes[key]] for key, x in state.items()
-        }
+        state = {k: torch.cat([x, x.new_full((64,), 5.0)])[: sizes[k]] for k, x in state.items()}
     if me == empty:
         state = None
     after = _optimizer(mesh, zero)
@@ -76,14 +72,10 @@ def _recovered(
 
 
 CASES = [
-    (Mesh(dp=3), 0, Mesh(dp=3)),
-    (Mesh(dp=3), 0, Mesh(dp=4)),
-    (Mesh(dp=2), 0, Mesh(dp=1)),
-    (Mesh(dp=4, dp_shard=2), 1, Mesh(dp=4)),
-    (Mesh(dp=4, dp_shard=2), 2, Mesh(dp=4)),
-    (Mesh(dp=6, dp_shard=2), 3, Mesh(dp=6)),
-    (Mesh(dp=2, tp=2), 0, Mesh(dp=2)),
-]
+    (Mesh(dp=3), 0, Mesh(dp=3)), (Mesh(dp=3), 0, Mesh(dp=4)), (Mesh(dp=2), 0, Mesh(dp=1)),
+    (Mesh(dp=4, dp_shard=2), 1, Mesh(dp=4)), (Mesh(dp=4, dp_shard=2), 2, Mesh(dp=4)),
+    (Mesh(dp=6, dp_shard=2), 3, Mesh(dp=6)), (Mesh(dp=2, tp=2), 0, Mesh(dp=2)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mesh", "zero", "old"), CASES, ids=str)

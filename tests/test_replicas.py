@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,10 +96,11 @@ LAYOUTS = [
 ]
 
 
-def _checked(mesh: ConnectedMesh, zero: int, dtype: torch.dtype, what: str, *ranks: int) -> Any:
+def _checked(mesh: ConnectedMesh, zero: int, dtype: torch.dtype, what: str, *ranks: int, **how):
+    """Compare the replicas of an engine; these ranks' first element of `what` is another."""
     outer = OuterRule(2) if mesh.sizes.outer > 1 else None
     plan = ParallelPlan(zero=zero, microbatches=2)
-    engine = Engine(MODEL, mesh, plan, seed=1, dtype=dtype, outer=outer)
+    engine = Engine(MODEL, mesh, plan, seed=1, dtype=dtype, outer=outer, **how)
     unit = next((u for u in engine.units if u.name == "block 0"), None)
     if mesh.rank in ranks and what == "param":
         buffer = unit.parameters.flat if unit.parameters.shard is None else unit.parameters.shard
@@ -128,14 +130,10 @@ KINDS = {"param": "", "master": " (master)", "exp_avg": " (exp_avg)", "exp_avg_s
 )  # fmt: skip
 def test_each_buffer_that_several_ranks_hold_is_compared(mesh, zero, sharded, what):
     """In bf16, with masters in fp32. A shard that only one rank holds cannot be compared."""
-    found = on_mesh(mesh, _checked, zero, torch.bfloat16, what, 2)
-    if what in sharded:
-        assert found == [None] * mesh.world
-        return
     others = "0, 1" if mesh.world == 3 else "0, 4"
-    assert found == [f"rank 2 (dp=2) differs from ranks {others} in {FIRST}{KINDS[what]}"] * (
-        mesh.world
-    )
+    words = f"rank 2 (dp=2) differs from ranks {others} in {FIRST}{KINDS[what]}"
+    found = on_mesh(mesh, _checked, zero, torch.bfloat16, what, 2)
+    assert found == [None if what in sharded else words] * mesh.world
 
 
 @pytest.mark.parametrize("what", KINDS)
@@ -145,21 +143,13 @@ def test_in_the_second_of_two_shards_the_tensor_that_lies_there_is_named(what):
     assert on_mesh(mesh, _checked, 3, torch.bfloat16, what, 3) == [words] * 6
 
 
-def _muons(mesh: ConnectedMesh, what: str) -> Any:
-    """Change rank 3's first element of `what`, in a shard that begins within a matrix."""
-    plan = ParallelPlan(zero=1, microbatches=2)
-    engine = Engine(MODEL, mesh, plan, seed=1, dtype=torch.bfloat16, rule=Muon())
-    unit = next((u for u in engine.units if u.name == "block 0"), None)
-    if mesh.rank == 3:
-        unit.state.moments[what][0] += 1.0
-    return ReplicaCheck(engine).compare({}, 0.0)[0]
-
-
 def test_difference_in_a_second_moment_is_attributed_past_muon_matrices():
+    """In a shard that begins within a matrix."""
     mesh, norm = Mesh(dp=6, dp_shard=2), "blocks.0.attention_norm.weight"
     for what, name in (("exp_avg", "blocks.0.mlp.down.weight"), ("exp_avg_sq", norm)):
         words = f"rank 3 (dp=3) differs from ranks 1, 5 in {name} ({what})"
-        assert on_mesh(mesh, _muons, what) == [words] * 6
+        of_muon = partial(_checked, rule=Muon())
+        assert on_mesh(mesh, of_muon, 1, torch.bfloat16, what, 3) == [words] * 6
 
 
 @pytest.mark.parametrize("what", KINDS)
@@ -267,9 +257,7 @@ SUM, BAD_SUM = _Note("sum", False, "a sum"), _Note("sum", True, "a sum")
         ([OWN, BAD_SUM], [WELL, SUM], {0: "mlp"}),
     ],
 )
-def test_nan_comes_from_whoever_has_it_before_it_could_come_from_others(
-    monkeypatch, first, second, found
-):
+def test_nan_comes_from_who_has_it_before_others_could_give_it(monkeypatch, first, second, found):
     monkeypatch.setattr(not_finite, "_Notes", GivenNotes)
 
     def run(mesh: ConnectedMesh, notes: tuple[list[_Note], ...]) -> dict[int, str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from refused import one_line
+from refused import exits, one_line
 from test_background_saver import Gate, _before
 from test_checkpoint import rewrite
 from test_train import _config, _one_step, _replace, _rows, _same, _saved, _trainer
@@ -17,10 +18,8 @@ from threads import run_threads
 
 from warpweave.checkpoint import CheckpointError, open_checkpoint
 from warpweave.data import write_token_file
-from warpweave.launch.processes import Processes
 from warpweave.train.options import CHECKPOINTS, TrainConfig, parse
 from warpweave.train.resume import open_run
-from warpweave.train.server import run as servers
 
 
 def _listing(folder: Path) -> dict[str, bytes]:
@@ -46,9 +45,8 @@ def test_run_restarted_after_each_of_40_steps_is_bitwise_identical(tmp_path):
     assert [row["step"] for row in rows] == list(range(1, 41))
     assert _rows(again.out) == rows
     for step in range(1, 41):
-        ours, truth = (
-            open_checkpoint(c.out / CHECKPOINTS / f"step_{step:08d}") for c in (again, config)
-        )
+        paths = (c.out / CHECKPOINTS / f"step_{step:08d}" for c in (again, config))
+        ours, truth = map(open_checkpoint, paths)
         assert ours.state == truth.state, step
         assert _same(*({n: r.tensor(n) for n in r.names} for r in (ours, truth))), step
 
@@ -69,10 +67,8 @@ def test_resume_stands_alone_or_before_its_value_and_in_a_file(tmp_path, capsys)
         assert parse(["--config", str(file), "--resume", "False"]).resume is False
     for words in (["--resume", "automatic"], ["--config", str(file)]):
         file.write_text('resume = "Auto"\n')
-        with pytest.raises(SystemExit) as caught:
-            parse(words)
-        assert caught.value.code == 2
-    assert "resume must be true or false or one of auto, got 'Auto'" in capsys.readouterr().err
+        error = exits(partial(parse, words), capsys)
+    assert "resume must be true or false or one of auto, got 'Auto'" in error
 
 
 def _twice(rank: int, config: TrainConfig) -> list[int]:
@@ -137,31 +133,6 @@ def test_a_run_that_died_before_its_first_checkpoint_is_begun_anew(tmp_path, cap
     assert "would have continued" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("resume", [False, True, "auto"])
-@pytest.mark.parametrize("there", [False, True])
-def test_servers_go_on_by_auto_where_there_is_a_checkpoint(tmp_path, monkeypatch, resume, there):
-    config = _config(tmp_path, server=1, resume=resume)
-    if there:
-        shutil.copytree(_finished(tmp_path), config.out)
-
-    class StopError(Exception):
-        pass
-
-    def start(self, resumed):
-        raise StopError(resumed)
-
-    monkeypatch.setattr(servers.Servers, "_start_servers", start)
-    with pytest.raises(StopError) as caught:
-        servers.Servers(config, "cpu", Processes()).run()
-    assert caught.value.args == (resume is True or (resume == "auto" and there),)
-
-
-def _finished(tmp_path: Path) -> Path:
-    config = _config(tmp_path, steps=1, out=tmp_path / "finished")
-    _trainer(config).run()
-    return config.out
-
-
 def test_a_token_file_of_which_half_was_replaced_is_refused(tmp_path, capsys):
     """If an earlier version compared only its ends, the run continues, and prints a message."""
     tokens = np.arange(2**19) * 7919 % 251
@@ -175,10 +146,8 @@ def test_a_token_file_of_which_half_was_replaced_is_refused(tmp_path, capsys):
     write_token_file(config.data, tokens, vocab_size=256)
     with pytest.raises(CheckpointError, match=r"was trained on different data: .*tokens.bin"):
         _trainer(config)
-    rewrite(
-        config.out / CHECKPOINTS / "step_00000001",
-        lambda manifest: manifest["state"]["data"].update(fingerprint="ab" * 32),
-    )
+    ends = lambda manifest: manifest["state"]["data"].update(fingerprint="ab" * 32)  # noqa: E731
+    rewrite(config.out / CHECKPOINTS / "step_00000001", ends)
     assert _trainer(config).step == 1
     words = "fingerprint: saved ends of the file, now whole file"
     assert words in capsys.readouterr().err
@@ -213,9 +182,8 @@ def test_the_first_ranks_clock_saves_on_all_ranks_and_changes_nothing(tmp_path, 
     steps = [2, 4, 6] if ahead else [1, 2, 3, 4, 5, 6]
     assert _steps(config) == steps
     for step in steps:
-        ours, truth = (
-            open_checkpoint(c.out / CHECKPOINTS / f"step_{step:08d}") for c in (config, plain)
-        )
+        paths = (c.out / CHECKPOINTS / f"step_{step:08d}" for c in (config, plain))
+        ours, truth = map(open_checkpoint, paths)
         assert ours.state["optimizer"] == truth.state["optimizer"]
         assert _same(*({n: r.tensor(n) for n in r.names} for r in (ours, truth))), step
     losses = [[row for row in _rows(c.out) if "loss" in row] for c in (config, plain)]

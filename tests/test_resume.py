@@ -19,14 +19,7 @@ from warpweave.data.token_file import WHOLE
 from warpweave.model.config import ParallelPlan
 from warpweave.train import resume
 from warpweave.train.options import TrainConfig
-from warpweave.train.resume import (
-    Progress,
-    check_run,
-    differences,
-    open_run,
-    progress_of,
-    state_of,
-)
+from warpweave.train.resume import Progress, check_run, differences, open_run, progress_of, state_of
 
 DATA = SimpleNamespace(name="text", fingerprint="a" * 20, tokenizer_name="bytes")
 HELD_OUT = SimpleNamespace(fingerprint="whole:" + "b" * 20)
@@ -68,9 +61,8 @@ def test_a_state_has_all_that_decides_a_run_and_is_json():
         },
     }  # fmt: skip
     assert _state(config, validation=None)["data"]["validation"] is None
-    assert _state(PIPEDREAM)["asynchronous"] == {
-        "schedule": "pipedream", "microbatches": 4, "pp": 3
-    }  # fmt: skip
+    found = _state(PIPEDREAM)["asynchronous"]
+    assert found == {"schedule": "pipedream", "microbatches": 4, "pp": 3}
     assert _state(OUTER)["outer"] == {
         "replicas": 2, "every": 6, "lr": 0.7, "momentum": 0.9, "fragments": 2, "delay": 1,
         "mix": 0.25, "warmup": 0,
@@ -87,44 +79,26 @@ def test_a_run_goes_on_from_its_own_state_and_says_nothing(config):
 @pytest.mark.parametrize(
     ("saved", "now", "words"),
     [
-        (
-            TrainConfig(), OUTER,
-            "trained with no outer optimizer, but this run has the outer settings {'replicas': 2",
-        ),
-        (
-            OUTER, TrainConfig(),
-            r"the outer settings {'replicas': 2, .*}, but this run has no outer optimizer$",
-        ),
+        (TrainConfig(), OUTER,
+         "trained with no outer optimizer, but this run has the outer settings {'replicas': 2"),
+        (OUTER, TrainConfig(),
+         r"the outer settings {'replicas': 2, .*}, but this run has no outer optimizer$"),
         (OUTER, dataclasses.replace(OUTER, outer=3), r"'replicas': 2, .* has .* {'replicas': 3"),
         (OUTER, dataclasses.replace(OUTER, outer_lr=0.5), r"'lr': 0.7, .* run has .*'lr': 0.5"),
         (OUTER, dataclasses.replace(OUTER, outer_mix=0.5), r"'mix': 0.25, .* run has .*'mix': 0.5"),
-        (
-            TrainConfig(seed=4), TrainConfig(seed=5),
-            "was trained with seed 4, but this run has seed 5; pass --seed 4$",
-        ),
-        (
-            TrainConfig(seed=3), TrainConfig(),
-            "was trained with seed 3, but this run has seed 0; pass --seed 3$",
-        ),
+        (TrainConfig(seed=4), TrainConfig(seed=5),
+         "was trained with seed 4, but this run has seed 5; pass --seed 4$"),
+        (TrainConfig(seed=3), TrainConfig(),
+         "was trained with seed 3, but this run has seed 0; pass --seed 3$"),
         (TrainConfig(optimizer="muon"), TrainConfig(), "optimizer muon, whose state does not fit"),
         (TrainConfig(), TrainConfig(optimizer="sgd"), "optimizer adamw, whose state does not fit"),
         (TrainConfig(optimizer="nadamw"), TrainConfig(), "optimizer nadamw, whose state does not"),
         (PIPEDREAM, TrainConfig(pp=3), r"'schedule': 'pipedream', .*}.*, but this run uses 1f1b; "),
         (PIPEDREAM, dataclasses.replace(PIPEDREAM, pp=2), r"'pp': 3.* uses {.*'pp': 2.*}; resume"),
-        (
-            PIPEDREAM,
-            dataclasses.replace(
-                PIPEDREAM, plan=dataclasses.replace(PIPEDREAM.plan, microbatches=6)
-            ),
-            r"'microbatches': 4, .*this run uses {.*'microbatches': 6",
-        ),
-        (
-            PIPEDREAM,
-            dataclasses.replace(
-                PIPEDREAM, plan=dataclasses.replace(PIPEDREAM.plan, schedule="pipedream-2bw")
-            ),
-            r"'schedule': 'pipedream', .*this run uses {'schedule': 'pipedream-2bw'",
-        ),
+        (PIPEDREAM, with_options(PIPEDREAM, {"microbatches": 6}),
+         r"'microbatches': 4, .*this run uses {.*'microbatches': 6"),
+        (PIPEDREAM, with_options(PIPEDREAM, {"schedule": "pipedream-2bw"}),
+         r"'schedule': 'pipedream', .*this run uses {'schedule': 'pipedream-2bw'"),
     ],
 )  # fmt: skip
 def test_another_run_is_refused_with_what_was_saved_and_what_is_now(saved, now, words):
@@ -226,9 +200,8 @@ def test_progress_that_was_not_saved_is_derived(missing):
 def test_a_run_that_must_go_on_is_refused_where_there_is_no_checkpoint(tmp_path):
     model, folder = TrainConfig(model="toy").model_config(256), tmp_path / "none"
     for given in ((), (True,)):
-        with pytest.raises(
-            CheckpointError, match=f"^nothing to resume from: no checkpoint in {folder}$"
-        ):
+        words = f"^nothing to resume from: no checkpoint in {folder}$"
+        with pytest.raises(CheckpointError, match=words):
             open_run(folder, model, None, *given)
     assert open_run(folder, model, None, False) is None
     assert open_run(folder, model, None, "auto") is None

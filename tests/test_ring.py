@@ -30,9 +30,7 @@ NAMES = ("o", "lse", "dq", "dk", "dv")
 Tensors = tuple[torch.Tensor, ...]
 
 
-def whole_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None = None
-) -> Tensors:
+def whole_attention(q, k, v, causal: bool, window: int | None = None) -> Tensors:
     """Compute (o, lse) on one device, written out: no kernel, no layout, no merge."""
     s = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2))
     s = s / math.sqrt(q.shape[3])
@@ -65,10 +63,8 @@ class Case:
         lead = (self.batch, self.layout.seq_len)
         shapes = [(*lead, self.heads, self.dim)] + [(*lead, self.kv_heads, self.dim)] * 2
         shapes += [(*lead, self.heads, self.dim), (self.batch, self.heads, self.layout.seq_len)]
-        q, k, v, do, dlse = (
-            torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
-            for shape in shapes
-        )
+        how = {"generator": generator, "dtype": torch.float64}
+        q, k, v, do, dlse = (torch.randn(shape, **how).to(self.dtype) for shape in shapes)
         dlse = dlse.to(torch.float64 if self.dtype == torch.float64 else torch.float32)
         return (q, k, v), (do, dlse)
 
@@ -93,13 +89,7 @@ class Case:
         return tuple(self.layout.unshard(parts, d) for parts, d in zip(zip(*results), dims))
 
 
-def emulate(
-    case: Case,
-    *,
-    overlap: bool = True,
-    do_mask: torch.Tensor | None = None,
-    impl: str | None = None,
-) -> Tensors:
+def emulate(case: Case, *, overlap: bool = True, do_mask=None, impl: str | None = None) -> Tensors:
     """Return the whole o, lse, dq, dk, dv of a ring whose ranks all run in this process."""
     ranks = range(case.layout.parts)
     shards = [case.shard(rank) for rank in ranks]
@@ -131,9 +121,7 @@ def assert_equal_to_whole(case: Case, got: Tensors, rtol: float = 1e-11) -> None
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 @pytest.mark.parametrize(("causal", "kv_heads"), [(True, 4), (True, 1), (False, 1)])
 @pytest.mark.parametrize(("parts", "chunk"), [(1, 3), (2, 5), (3, 3), (4, 2), (8, 1)])
-def test_ring_equals_whole_attention(
-    kind: str, causal: bool, kv_heads: int, parts: int, chunk: int
-) -> None:
+def test_ring_equals_whole_attention(kind, causal, kv_heads, parts, chunk) -> None:
     layout = SequenceLayout(2 * parts * chunk, parts, kind)
     case = Case(layout, causal=causal, kv_heads=kv_heads)
     assert_equal_to_whole(case, emulate(case))
@@ -200,10 +188,7 @@ def test_error_does_not_grow_with_ranks(dtype: torch.dtype) -> None:
     for faults, wrong in (
         ({"block_fwd": _carried_in_bf16}, {"o"}),  # the error that the test must detect
         ({"block_bwd": _dq_in_bf16}, {"dq"}),
-        (
-            {"_Message": lambda q, shape, _, of: _Message(q, shape, torch.bfloat16, of)},
-            {"dk", "dv"},
-        ),
+        ({"_Message": lambda q, s, _, of: _Message(q, s, torch.bfloat16, of)}, {"dk", "dv"}),
     ):
         with mock.patch.multiple(ring, **faults):
             found, limits = errors(16)
@@ -241,19 +226,10 @@ def test_a_block_goes_as_far_as_some_query_sees_some_key_of_it(kind: str, causal
     """No unneeded step is made: masks are written out, for every window."""
     for parts, chunk in ((1, 2), (2, 1), (2, 3), (3, 2), (4, 1), (4, 2), (5, 1)):
         layout = SequenceLayout(2 * parts * chunk, parts, kind)
-        rows = [layout.positions(rank) for rank in range(parts)]
         for window in (None, *range(1, layout.seq_len + 2)):
-            seen = [
-                [
-                    d
-                    for d in range(parts)
-                    for back in [rows[(b + d) % parts][:, None] - rows[b]]
-                    if (((back >= 0) | (not causal)) & (back.abs() < (window or math.inf))).any()
-                ]
-                for b in range(parts)
-            ]
+            seen = _seen(layout, causal, window)
             assert ring.reaches(layout, causal, window) == tuple(max(ds) for ds in seen)
-            needed = tuple(sorted({d for ds in seen for d in ds}))
+            needed = tuple(sorted(set().union(*seen)))
             assert ring.distances(layout, causal, window) == needed, (layout, window)
 
 

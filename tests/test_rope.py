@@ -96,9 +96,8 @@ def test_rotation_keeps_length_and_depends_on_relative_position_only(impl) -> No
 @pytest.mark.parametrize("impl", IMPLS)
 def test_gradcheck(impl) -> None:
     x, _, cos, sin = _inputs((1, 3, 2, 7), rotary_dim=4)
-    assert torch.autograd.gradcheck(
-        lambda x: apply_rope(x, cos, sin, interleaved=True, impl=impl), x
-    )
+    how = {"interleaved": True, "impl": impl}
+    assert torch.autograd.gradcheck(lambda x: apply_rope(x, cos, sin, **how), x)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -236,43 +235,36 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALINGS = {
     "linear": (RopeScaling("linear", 4.0), "linear", {}),
     "yarn": (RopeScaling("yarn", 16.0, 4096), "yarn", {}),
-    "yarn betas": (
-        RopeScaling("yarn", 40.0, 4096, 2.0, 24.0), "yarn", {"beta_slow": 2.0, "beta_fast": 24.0}
-    ),
-    "yarn between dims": (
-        RopeScaling("yarn", 32.0, 4096, truncate=False), "yarn", {"truncate": False}
-    ),
-    "yarn without temperature": (
-        RopeScaling("yarn", 4.0, 32768, attention_factor=1.0), "yarn", {"attention_factor": 1.0}
-    ),
+    "yarn betas": (RopeScaling("yarn", 40.0, 4096, 2.0, 24.0), "yarn",
+                   {"beta_slow": 2.0, "beta_fast": 24.0}),
+    "yarn between dims": (RopeScaling("yarn", 32.0, 4096, truncate=False), "yarn",
+                          {"truncate": False}),
+    "yarn without temperature": (RopeScaling("yarn", 4.0, 32768, attention_factor=1.0), "yarn",
+                                 {"attention_factor": 1.0}),
     "llama 3.1": (RopeScaling("llama3", 8.0, 8192), "llama3", LLAMA3),
     "llama 3.2": (RopeScaling("llama3", 32.0, 8192), "llama3", LLAMA3),
 }  # fmt: skip
 
 
-def _transformers(scaling: RopeScaling, kind: str, more: dict, head_dim, part, theta):
+def _theirs(kind: str, head_dim: int, length: int, parameters: dict, **now):
     """Return the frequencies and the multiplier by the independent implementation."""
     pytest.importorskip("transformers", reason="the independent implementation of the tables")
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = {
-        "rope_type": kind,
-        "rope_theta": theta,
-        "factor": scaling.factor,
-        "partial_rotary_factor": part,
-        **more,
-    }
+    config = LlamaConfig(
+        hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim,
+        max_position_embeddings=length, rope_parameters={"rope_type": kind, **parameters},
+    )  # fmt: skip
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **now)
+
+
+def _transformers(scaling: RopeScaling, kind: str, more: dict, head_dim, part, theta):
+    parameters = {"rope_theta": theta, "factor": scaling.factor, "partial_rotary_factor": part}
     if scaling.original_length:
         parameters["original_max_position_embeddings"] = scaling.original_length
-    config = LlamaConfig(
-        hidden_size=2 * head_dim,
-        num_attention_heads=2,
-        head_dim=head_dim,
-        max_position_embeddings=int(scaling.factor * max(scaling.original_length, 4096)),
-        rope_parameters=parameters,
-    )
-    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    length = int(scaling.factor * max(scaling.original_length, 4096))
+    return _theirs(kind, head_dim, length, parameters | more)
 
 
 def test_ramp_clamped_to_the_head_dims_equals_transformers() -> None:
@@ -303,17 +295,8 @@ def test_scaled_tables_are_those_of_transformers(name, head_dim, part, theta) ->
 
 
 def test_ntk_scaling_equals_the_dynamic_form_of_transformers_at_one_length() -> None:
-    pytest.importorskip("transformers", reason="the independent implementation of the tables")
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    config = LlamaConfig(
-        hidden_size=256,
-        num_attention_heads=2,
-        max_position_embeddings=2048,
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0},
-    )
-    frequencies, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=8192)
+    given = {"rope_theta": 1e4, "factor": 3.0}
+    frequencies, _ = _theirs("dynamic", 128, 2048, given, seq_len=8192)
     plain = 1e4 ** (torch.arange(0, 128, 2, dtype=torch.float64) / -128)
     ours = RopeScaling("ntk", 3.0 * 8192 / 2048 - 2.0).scale(plain, 1e4)
     assert ((ours - frequencies.double()) / ours).abs().max() < 1e-5

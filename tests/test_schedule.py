@@ -73,51 +73,46 @@ def full(lists):
 
 
 # fmt: off
-def test_gpipe_is_all_forwards_then_all_backwards() -> None:
-    assert drawing(gpipe(3, 4)) == [
+DRAWINGS = {
+    "gpipe is all forwards, then all backwards": (gpipe(3, 4), [
         "F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3",
         ".  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .",
         ".  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .",
-    ]
-
-
-def test_1f1b_alternates_after_a_warm_up_that_shrinks_by_one_per_stage() -> None:
-    assert drawing(one_f_one_b(4, 5)) == [
+    ]),
+    "1f1b alternates after a warm-up that shrinks by one per stage": (one_f_one_b(4, 5), [
         "F0 F1 F2 F3 .  .  .  B0 F4 B1 .  B2 .  B3 .  B4",
         ".  F0 F1 F2 .  .  B0 F3 B1 F4 B2 .  B3 .  B4 .",
         ".  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 .  B4 .  .",
         ".  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 .  .  .",
-    ]
-
-
-def test_1f1b_with_fewer_micro_batches_than_stages() -> None:
-    assert drawing(one_f_one_b(4, 2)) == [
+    ]),
+    "1f1b with fewer micro-batches than stages": (one_f_one_b(4, 2), [
         "F0 F1 .  .  .  .  .  B0 .  B1",
         ".  F0 F1 .  .  .  B0 .  B1 .",
         ".  .  F0 F1 .  B0 .  B1 .  .",
         ".  .  .  F0 B0 F1 B1 .  .  .",
-    ]
-
-
-def test_naive_model_parallelism_is_gpipe_with_one_micro_batch() -> None:
-    assert drawing(gpipe(3, 1)) == [
+    ]),
+    "naive model parallelism is gpipe with one micro-batch": (gpipe(3, 1), [
         "F0 .  .  .  .  B0",
         ".  F0 .  .  B0 .",
         ".  .  F0 B0 .  .",
-    ]
+    ]),
+    "split backwards let W fill the bubbles": (split_backward(one_f_one_b(2, 3), lag=1), [
+        "F0 F1 .  I0 F2 I1 W0 .  I2 W1 W2",
+        ".  F0 I0 F1 I1 W0 F2 I2 W1 W2 .",
+    ]),
+}
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_a_schedule_is_as_it_is_drawn(name: str) -> None:
+    lists, rows = DRAWINGS[name]
+    assert drawing(lists) == rows
 
 
 def test_a_backward_twice_as_long_is_drawn_twice_as_wide() -> None:
     assert simulate(one_f_one_b(2, 2), {"F": 1, "B": 2}).draw().splitlines() == [
         "F0 F1 .  .  B0 -  .  B1 -",
         ".  F0 B0 -  F1 B1 -  .  .",
-    ]
-
-
-def test_split_backward_lets_w_fill_the_bubbles() -> None:
-    assert drawing(split_backward(one_f_one_b(2, 3), lag=1)) == [
-        "F0 F1 .  I0 F2 I1 W0 .  I2 W1 W2",
-        ".  F0 I0 F1 I1 W0 F2 I2 W1 W2 .",
     ]
 
 
@@ -145,13 +140,6 @@ def test_send_first_splits_what_another_rank_waits_for_and_nothing_else() -> Non
 def test_gradient_accumulation_is_gpipe_with_one_stage() -> None:
     assert gpipe(1, 2) == lists_of("0F0 0F1 0B0 0B1")
     assert one_f_one_b(1, 2) == lists_of("0F0 0B0 0F1 0B1")
-
-
-@pytest.mark.parametrize("generate", GENERATORS)
-@pytest.mark.parametrize(("p", "m"), [(0, 1), (2, 0)])
-def test_too_few_stages_or_micro_batches(generate, p, m) -> None:
-    with pytest.raises(ValueError, match=rf"needs p >= 1 .*m >= 1 .*got p={p} m={m}"):
-        generate(p, m)
 
 
 def torch_order(schedule, p: int, m: int):
@@ -193,30 +181,18 @@ def test_torchs_zero_bubble_is_1f1b_without_its_w(p: int, m: int) -> None:
 def test_torch_reads_our_text_and_we_read_torchs() -> None:
     ours = with_comm(with_reduce(split_backward(one_f_one_b(3, 4))))
     text = to_csv(ours)
-    parsed = [
-        [theirs._Action.from_str(cell) for cell in row.split(",")] for row in text.splitlines()
-    ]
-    assert [",".join(map(str, row)) for row in parsed] == text.splitlines()
+    for row in text.splitlines():
+        parsed = [theirs._Action.from_str(cell) for cell in row.split(",")]
+        assert ",".join(map(str, parsed)) == row
     assert from_csv(text) == ours
 
 
 def test_torch_lowers_to_the_same_sends_and_receives() -> None:
     compute = one_f_one_b(3, 4)
-    parsed = {
-        rank: [theirs._Action.from_str(str(a)) for a in actions]
-        for rank, actions in enumerate(compute)
-    }
+    parsed = {r: [theirs._Action.from_str(str(a)) for a in row] for r, row in enumerate(compute)}
     torchs = theirs._add_send_recv(parsed, lambda stage: stage, 3)
     for rank, actions in enumerate(with_comm(compute)):
         assert sorted(map(str, torchs[rank])) == sorted(map(str, actions))
-
-
-def test_text_keeps_versions_and_refuses_nonsense() -> None:
-    lists = [[Action("F", 0, 3, 2), Action("UPDATE", 0, ver=3), Action("TIE", 0)]]
-    assert to_csv(lists) == "0F3@2,0UPDATE@3,0TIE\n"
-    assert from_csv(to_csv(lists)) == lists
-    with pytest.raises(ValueError, match=r"row 0 field 1: expected .* got '0X1'"):
-        from_csv("0F0,0X1")
 
 
 def test_deps_of_compute_and_lowered_actions() -> None:
@@ -302,12 +278,12 @@ def test_asynchronous_lists_fit_the_versions() -> None:
         "0F0 0F1 0B0 0UPDATE@1 0F2 0B1 0UPDATE@2 0F3@1 0B2 0UPDATE@3 0B3@1 0UPDATE@4",
         "1F0 1B0 1UPDATE@1 1F1@1 1B1@1 1UPDATE@2 1F2@2 1B2@2 1UPDATE@3 1F3@3 1B3@3 1UPDATE@4",
     )
-    words = "0UPDATE@2 applies the gradient of 0B1, which is 1 weight version old"
-    with pytest.raises(ValueError, match=words):
-        validate(two)
-    words = "0UPDATE@3 applies the gradient of 0B2, which is 2 weight versions old"
-    with pytest.raises(ValueError, match=words):
-        validate(two, staleness=1)
+    for most, words in (
+        (0, "0UPDATE@2 applies the gradient of 0B1, which is 1 weight version old"),
+        (1, "0UPDATE@3 applies the gradient of 0B2, which is 2 weight versions old"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            validate(two, staleness=most)
     validate(two, staleness=2)
 
 
@@ -335,25 +311,17 @@ SPLIT = with_comm(with_update(split_backward(one_f_one_b(2, 2))))
         (swap(gpipe(2, 2), "1F1", "1B1"), "1B1 comes before 1F1"),
         (edit(gpipe(2, 2), "1F1", "0F1"), "stage 0 must be on one rank, got ranks 0 and 1"),
         (gpipe(4, 1)[:2] + gpipe(4, 1)[3:], r"numbered .* without gaps, got \[0, 1, 3\]"),
-        (
-            edit(gpipe(2, 1), "1F0", "1F0@1"),
-            "1B0 uses version 0 of the weights, but the F of the same micro-batch read version 1",
-        ),
+        (edit(gpipe(2, 1), "1F0", "1F0@1"),
+         "1B0 uses version 0 of the weights, but the F of the same micro-batch read version 1"),
         (edit(ZERO, "1REDUCE"), "stage 1: the gradients of 1B0 1B1 have no REDUCE before UPDATE"),
-        (
-            swap(ZERO, "1B1", "1REDUCE"),
-            "stage 1: the gradients of 1B1 have no REDUCE before UPDATE",
-        ),
-        (
-            swap(ZERO, "0TIE", "0REDUCE"),
-            "stage 0: the gradients of 0B0 0B1 have no REDUCE before TIE",
-        ),
+        (swap(ZERO, "1B1", "1REDUCE"),
+         "stage 1: the gradients of 1B1 have no REDUCE before UPDATE"),
+        (swap(ZERO, "0TIE", "0REDUCE"),
+         "stage 0: the gradients of 0B0 0B1 have no REDUCE before TIE"),
         (edit(ZERO, "2TIE"), "stage 2: the gradients of 2B0 2B1 have no TIE before UPDATE"),
         (swap(VEE, "3W0", "0TIE"), "stage 0: the gradients of 3W0 have no TIE before UPDATE"),
-        (
-            edit(ZERO, "1REDUCE", "1REDUCE", "1TIE"),
-            r"1TIE: a TIE is allowed only on stages \[0, 2\]",
-        ),
+        (edit(ZERO, "1REDUCE", "1REDUCE", "1TIE"),
+         r"1TIE: a TIE is allowed only on stages \[0, 2\]"),
         (edit(ZERO, "1F1", "99REDUCE", "1F1"), r"numbered .* without gaps, got \[0, 1, 2, 99\]"),
         (edit(gpipe(2, 1), "1B0", "1B0", "1F7"), "stage 0 micro-batch 1 has 0 F, 0 B"),
         (swap(gpipe(2, 2), "0F0", "0B0"), "0B0 comes before 0F0"),
@@ -365,18 +333,10 @@ def test_each_rule_by_its_violation(lists, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_given_number_of_micro_batches_is_checked() -> None:
-    with pytest.raises(ValueError, match="stage 0 micro-batch 2 has 0 F"):
-        validate(gpipe(2, 2), microbatches=3)
-    with pytest.raises(ValueError, match="0F1: expected a micro-batch from 0 to 0, got 1"):
-        validate(gpipe(2, 2), microbatches=1)
-
-
 def test_deadlocks_name_what_each_rank_waits_for() -> None:
     lists = swap(gpipe(2, 1), "0F0", "0B0")
-    with pytest.raises(
-        ValueError, match="rank 0 at 0B0 waits for 0F0 and 1I0; rank 1 at 1F0 waits"
-    ):
+    words = "rank 0 at 0B0 waits for 0F0 and 1I0; rank 1 at 1F0 waits"
+    with pytest.raises(ValueError, match=words):
         order(lists)
 
 
@@ -391,13 +351,9 @@ def test_acknowledged_sends_follow_from_the_messages_that_answer_them() -> None:
     known = acknowledged(with_comm(one_f_one_b(2, 3)))
     text = {str(a): " ".join(map(str, sends)) for a, sends in known.items()}
     assert text == {
-        "0RECV_B0": "0SEND_F0",
-        "0RECV_B1": "0SEND_F1",
-        "0RECV_B2": "0SEND_F2",
-        "1RECV_F0": "",
-        "1RECV_F1": "",
-        "1RECV_F2": "1SEND_B0",
-    }
+        "0RECV_B0": "0SEND_F0", "0RECV_B1": "0SEND_F1", "0RECV_B2": "0SEND_F2", "1RECV_F0": "",
+        "1RECV_F1": "", "1RECV_F2": "1SEND_B0",
+    }  # fmt: skip
 
 
 def test_few_sends_are_ever_kept() -> None:
@@ -531,9 +487,7 @@ def test_one_receive_of_each_link_is_posted_ahead() -> None:
     posts = posted_ahead(lists)
     drawn = {(rank, str(lists[rank][i])): list(map(str, rs)) for (rank, i), rs in posts.items()}
     assert drawn == {
-        (0, "0F0"): ["0RECV_B0"],
-        (0, "0RECV_B0"): ["0RECV_B1"],
-        (1, "1RECV_F0"): ["1RECV_F0", "1RECV_F1", "1RECV_B0"],
-        (1, "1RECV_B0"): ["1RECV_B1"],
+        (0, "0F0"): ["0RECV_B0"], (0, "0RECV_B0"): ["0RECV_B1"],
+        (1, "1RECV_F0"): ["1RECV_F0", "1RECV_F1", "1RECV_B0"], (1, "1RECV_B0"): ["1RECV_B1"],
         (2, "2RECV_F0"): ["2RECV_F0", "2RECV_F1"],
-    }
+    }  # fmt: skip

@@ -60,111 +60,63 @@ ONE_OF = "expected one F and either one B or one I and one W"
     [
         # ---- cells
         (joined(lists_of("0F0 0B0 0F1"), "0F1"), f"rank 0 position 2: 0F1& and None {NO_CELL}"),
-        (
-            joined(lists_of("0F0 0F1 0B0 0B1"), "0B0"),
-            f"rank 0 position 2: 0B0& and 0B1 {NO_CELL}",
-        ),
+        (joined(lists_of("0F0 0F1 0B0 0B1"), "0B0"), f"rank 0 position 2: 0B0& and 0B1 {NO_CELL}"),
         # ---- each micro-batch once
-        (
-            edit(gpipe(2, 12), "1B11"),
-            f"rank 1: stage 1 micro-batch 11 has 1 F, 0 B, 0 I and 0 W; {ONE_OF}",
-        ),
-        (
-            edit(gpipe(2, 12), "0F10", "0F10", "0F10"),
-            f"rank 0: stage 0 micro-batch 10 has 2 F, 1 B, 0 I and 0 W; {ONE_OF}",
-        ),
-        (
-            edit(gpipe(1, 2), "0B1", "0I1", "0B1"),
-            f"rank 0: stage 0 micro-batch 1 has 1 F, 1 B, 1 I and 0 W; {ONE_OF}",
-        ),
-        (
-            edit(gpipe(1, 2), "0B1", "0I1", "0W1", "0W1"),
-            f"rank 0: stage 0 micro-batch 1 has 1 F, 0 B, 1 I and 2 W; {ONE_OF}",
-        ),
+        (edit(gpipe(2, 12), "1B11"),
+         f"rank 1: stage 1 micro-batch 11 has 1 F, 0 B, 0 I and 0 W; {ONE_OF}"),
+        (edit(gpipe(2, 12), "0F10", "0F10", "0F10"),
+         f"rank 0: stage 0 micro-batch 10 has 2 F, 1 B, 0 I and 0 W; {ONE_OF}"),
+        (edit(gpipe(1, 2), "0B1", "0I1", "0B1"),
+         f"rank 0: stage 0 micro-batch 1 has 1 F, 1 B, 1 I and 0 W; {ONE_OF}"),
+        (edit(gpipe(1, 2), "0B1", "0I1", "0W1", "0W1"),
+         f"rank 0: stage 0 micro-batch 1 has 1 F, 0 B, 1 I and 2 W; {ONE_OF}"),
         # ---- versions
         *[
-            (
-                edit(split_backward(gpipe(1, 1)), old, f"{old}@1"),
-                f"rank 0 position {at}: {old}@1 uses version 1 of the weights, but the F of the "
-                "same micro-batch read version 0",
-            )
+            (edit(split_backward(gpipe(1, 1)), old, f"{old}@1"),
+             f"rank 0 position {at}: {old}@1 uses version 1 of the weights, but the F of the "
+             "same micro-batch read version 0")
             for at, old in enumerate(("0I0", "0W0"), 1)
         ],
-        (
-            lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@2 0F2@3 0B2@3 0UPDATE@3"),
-            "rank 0 position 6: 0F2@3 reads version 3, but the newest version is 2",
-        ),
-        (
-            lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@1"),
-            "rank 0 position 5: 0UPDATE@1 produces version 1 of the weights right after version 1; "
-            "versions must increase by 1",
-        ),
-        (
-            lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@3"),
-            "rank 0 position 5: 0UPDATE@3 produces version 3 of the weights right after version 1; "
-            "versions must increase by 1",
-        ),
-        (
-            lists_of("0F0 0B0 0UPDATE@1 0UPDATE@2"),
-            "rank 0 position 3: 0UPDATE@2 has no gradient to apply",
-        ),
-        (
-            lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@2 0F2@2 0B2@2"),
-            "stage 0: the gradient of 0B2@2 comes after the last UPDATE",
-        ),
-        (
-            lists_of("0F0 0F1 0F2 0I0 0I1 0I2 0W1 0UPDATE@1 0W0 0W2"),
-            "rank 0 position 7: 0UPDATE@1 must come after the W of micro-batches [0, 2] of stage 0",
-        ),
-        (
-            [*with_update(gpipe(3, 1))[:2], gpipe(3, 1)[2]],
-            "stages 0 to 2 must have the same number of updates, got [1, 1, 0]",
-        ),
+        (lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@2 0F2@3 0B2@3 0UPDATE@3"),
+         "rank 0 position 6: 0F2@3 reads version 3, but the newest version is 2"),
+        *[(lists_of(f"0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@{n}"),
+           f"rank 0 position 5: 0UPDATE@{n} produces version {n} of the weights right after "
+           "version 1; versions must increase by 1") for n in (1, 3)],
+        (lists_of("0F0 0B0 0UPDATE@1 0UPDATE@2"),
+         "rank 0 position 3: 0UPDATE@2 has no gradient to apply"),
+        (lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0UPDATE@2 0F2@2 0B2@2"),
+         "stage 0: the gradient of 0B2@2 comes after the last UPDATE"),
+        (lists_of("0F0 0F1 0F2 0I0 0I1 0I2 0W1 0UPDATE@1 0W0 0W2"),
+         "rank 0 position 7: 0UPDATE@1 must come after the W of micro-batches [0, 2] of stage 0"),
+        ([*with_update(gpipe(3, 1))[:2], gpipe(3, 1)[2]],
+         "stages 0 to 2 must have the same number of updates, got [1, 1, 0]"),
         # ---- messages
-        (
-            edit(with_comm(VEE), "1F0", "1F0", "1SEND_F0"),
-            "1SEND_F0 connects stages 1 and 2, which must both exist and be on different ranks",
-        ),
-        (
-            edit(with_comm(VEE), "0B0", "0B0", "0SEND_B0"),
-            "0SEND_B0 connects stages 0 and -1, which must both exist and be on different ranks",
-        ),
-        (
-            edit(STEP, "0B0", "0B0", "0SEND_B0"),  # the last stage is on another rank
-            "0SEND_B0 connects stages 0 and -1, which must both exist and be on different ranks",
-        ),
-        (
-            edit(STEP, "0F0", "0RECV_F0", "0F0"),
-            "0RECV_F0 connects stages 0 and -1, which must both exist and be on different ranks",
-        ),
-        (
-            edit(with_comm(VEE), "3F0", "3F0", "3RECV_B0"),
-            "3RECV_B0 connects stages 3 and 4, which must both exist and be on different ranks",
-        ),
+        (edit(with_comm(VEE), "1F0", "1F0", "1SEND_F0"),
+         "1SEND_F0 connects stages 1 and 2, which must both exist and be on different ranks"),
+        (edit(with_comm(VEE), "0B0", "0B0", "0SEND_B0"),
+         "0SEND_B0 connects stages 0 and -1, which must both exist and be on different ranks"),
+        (edit(STEP, "0B0", "0B0", "0SEND_B0"),  # the last stage is on another rank
+         "0SEND_B0 connects stages 0 and -1, which must both exist and be on different ranks"),
+        (edit(STEP, "0F0", "0RECV_F0", "0F0"),
+         "0RECV_F0 connects stages 0 and -1, which must both exist and be on different ranks"),
+        (edit(with_comm(VEE), "3F0", "3F0", "3RECV_B0"),
+         "3RECV_B0 connects stages 3 and 4, which must both exist and be on different ranks"),
         *[(edit(LONG, name), f"{name} must occur once, but occurs 0 times")
           for name in ("0SEND_F11", "1RECV_F11", "1SEND_B11", "0RECV_B11")],
         *[(edit(LONG, name, name, name), f"{name} must occur once, but occurs 2 times")
           for name in ("0SEND_F10", "1RECV_F10", "1SEND_B10", "0RECV_B10")],
-        (
-            swap(swap(LONG, "1RECV_F10", "1RECV_F11"), "1F10", "1F11"),
-            "link F from rank 0 to 1: message 10 is sent by 0SEND_F10, but the receiver expects "
-            "that of 0SEND_F11",
-        ),
-        (
-            swap(swap(LONG, "0RECV_B3", "0RECV_B4"), "0B3", "0B4"),
-            "link B from rank 1 to 0: message 3 is sent by 1SEND_B3, but the receiver expects that "
-            "of 1SEND_B4",
-        ),
+        (swap(swap(LONG, "1RECV_F10", "1RECV_F11"), "1F10", "1F11"),
+         "link F from rank 0 to 1: message 10 is sent by 0SEND_F10, but the receiver expects that "
+         "of 0SEND_F11"),
+        (swap(swap(LONG, "0RECV_B3", "0RECV_B4"), "0B3", "0B4"),
+         "link B from rank 1 to 0: message 3 is sent by 1SEND_B3, but the receiver expects that "
+         "of 1SEND_B4"),
         # ---- sums over data ranks
         (REDUCED, "stage 0: the gradients of 0B0 0B1 have no REDUCE before the end"),
-        (
-            edit(REDUCED, "0B0", "0B0", "0REDUCE_GRAD"),
-            "stage 0: the gradients of 0B1 have no REDUCE before the end",
-        ),
-        (
-            edit(with_tie(VEE), "0B0", "0B0", "3TIE"),
-            "rank 0 position 4: 3TIE: a TIE is allowed only on stages [0]",
-        ),
+        (edit(REDUCED, "0B0", "0B0", "0REDUCE_GRAD"),
+         "stage 0: the gradients of 0B1 have no REDUCE before the end"),
+        (edit(with_tie(VEE), "0B0", "0B0", "3TIE"),
+         "rank 0 position 4: 3TIE: a TIE is allowed only on stages [0]"),
         # ---- an action of a whole stage has no micro-batch
         *[
             (
@@ -276,8 +228,9 @@ def test_ranks_without_a_stage_are_refused() -> None:
 
 
 def test_numbers_of_several_digits_negative_versions_and_blanks_are_read() -> None:
-    lists = [[Action("F", 12, 345, 67), Action("B", 12, 345, 67)], [], [Action("I", 3, 10, -2)]]
-    assert to_csv(lists) == "12F345@67,12B345@67\n\n3I10@-2\n"
+    whole = [Action("UPDATE", 0, ver=3), Action("TIE", 0)]  # without a micro-batch
+    lists = [[Action(op, 12, 345, 67) for op in "FB"], [], [Action("I", 3, 10, -2), *whole]]
+    assert to_csv(lists) == "12F345@67,12B345@67\n\n3I10@-2,0UPDATE@3,0TIE\n"
     assert from_csv(to_csv(lists)) == lists
     assert from_csv(" 0F0 , ,0B10\n( 0F11 ; 1B12 )OVERLAP_F_B ,\n") == [
         [Action("F", 0, 0), Action("B", 0, 10)],
@@ -296,15 +249,12 @@ def test_numbers_of_several_digits_negative_versions_and_blanks_are_read() -> No
 )  # fmt: skip
 def test_a_field_that_is_no_action_is_refused_with_its_row_and_place(field: str) -> None:
     words = "row 2 field 3: expected [stage][op][micro-batch][@version], as in 2F0, or "
-    with pytest.raises(
-        ValueError, match=f"^{re.escape(words)}[^\n]*, got {re.escape(repr(field))}$"
-    ):
+    words = f"^{re.escape(words)}[^\n]*, got {re.escape(repr(field))}$"
+    with pytest.raises(ValueError, match=words):
         from_csv(f"0F0\n1F0,1B0\n2F0,,2B0,{field},2F1")
 
 
-def test_the_command_prints_two_ranks_and_four_micro_batches_by_default(
-    capsys,
-) -> None:
+def test_the_command_prints_two_ranks_and_four_micro_batches_by_default(capsys) -> None:
     main(["1f1b"])
     assert capsys.readouterr().out == to_csv(one_f_one_b(2, 4))
     main(["interleaved", "--ranks", "3", "--comm"])
@@ -319,12 +269,10 @@ def test_the_command_prints_two_ranks_and_four_micro_batches_by_default(
     ("text", "message"),
     [
         ("\n0F0,0B0", "rank 0: has no action"),  # a leading blank line is a rank
-        (
-            "0F0,0B0\n1F0,1B0,1REDUCE_GRAD",
-            "rank 1: 1REDUCE is added automatically, depending on other options; remove it",
-        ),
+        ("0F0,0B0\n1F0,1B0,1REDUCE_GRAD",
+         "rank 1: 1REDUCE is added automatically, depending on other options; remove it"),
     ],
-)
+)  # fmt: skip
 def test_a_file_is_refused_for_the_first_wrong_rank(text, message, tmp_path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(text)

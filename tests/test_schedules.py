@@ -103,8 +103,7 @@ def test_gradients_are_one_devices_bit_for_bit(name: str, p: int):
 
 
 def test_sums_in_another_order_are_other_bits():
-    """This shows that the tests above can detect an order: of three
-    micro-batches, the last first."""
+    """So the tests above detect an order: of three micro-batches, the last comes first."""
     lists = [row[:3] + row[:2:-1] for row in FAMILIES["gpipe"].make(1, 3)]
     stages = staged(lists)
     execute(lists, stages, InProcess())
@@ -236,9 +235,7 @@ def test_split_backwards_leave_weights_to_w_whatever_zero_is():
 # -------------------------------------------------------------------------------- proofs
 
 
-SMALL = Sizes(
-    samples=8, seq_len=4, vocab=11, layers=4, heads=2, kv_heads=2, head_dim=2, hidden=8
-)  # fmt: skip
+SMALL = Sizes(samples=8, seq_len=4, vocab=11, layers=4, heads=2, kv_heads=2, head_dim=2, hidden=8)
 
 
 def _proven(rank: int, layout: Layout) -> float:

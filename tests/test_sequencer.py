@@ -39,12 +39,7 @@ def done(visitor: int) -> dict[str, Any]:
     return {"op": "done", "visitor": visitor}
 
 
-def _stand_in(
-    monkeypatch: pytest.MonkeyPatch,
-    letters: list[tuple[str, dict[str, Any]]],
-    take: Callable[[str, float], dict[str, Any] | None],
-    link: type,
-) -> None:
+def _stand_in(monkeypatch, letters: list, take: Callable, link: type) -> None:
     """Make mailboxes that record in `letters` what is put in, and return what ``take(name, wait)``
     returns; `link` replaces links."""
 
@@ -69,16 +64,7 @@ class _Run(Notes):
     `broken` selects the failure: ("join", 3) is the join of visitor 3. All gradients are `value`.
     """
 
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        plan: ServerPlan,
-        script: Sequence[Any],
-        workers: Sequence[int] = (),
-        state: dict[str, Any] | None = None,
-        broken: Sequence[tuple[str, int]] = (),
-        value: float = 1.0,
-    ) -> None:
+    def __init__(self, monkeypatch, plan, script, workers=(), state=None, broken=(), value=1.0):
         self.letters: list[tuple[str, dict[str, Any]]] = []
         self.lines: list[str] = []
         self.links: list[str] = []
@@ -116,9 +102,8 @@ class _Run(Notes):
         monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: run.now))
         records = [*RECORDS, ParamRecord("tiny", (2,))][: max(2, plan.servers)]
         shard = Shard(spread(records, plan.servers)[0], lambda r: torch.zeros(r.shape), SGD(0.0))
-        self.server = Server(
-            dist.HashStore(), 0, plan, shard, records=records, lr=lambda clock: 1.0, notes=self
-        )
+        how = {"records": records, "lr": lambda clock: 1.0, "notes": self}
+        self.server = Server(dist.HashStore(), 0, plan, shard, **how)
         self.stopped = self.server.serve(workers, state)
 
     def update(self, version, lr, norm, terms):
@@ -192,19 +177,20 @@ def test_a_worker_resumes_at_its_saved_clock_and_a_new_one_at_the_lowest(monkeyp
 
 def test_a_worker_of_another_model_is_refused_with_both_digests(monkeypatch):
     other = digest(RECORDS, torch.float64)
-    run = _Run(monkeypatch, ServerPlan(timeout=LONG), [hello(3, 0, other)], workers=[0])
+    script = [hello(3, 0, other), hello(4, 0)]  # the next one is welcome
+    run = _Run(monkeypatch, ServerPlan(timeout=LONG), script, workers=[0])
     ((visitor, why),) = run.answers("refused", "why")
     assert visitor == 3
+    assert why.startswith("this worker has a different model: the digest of its parameter names, ")
     assert why.endswith(f"is {other[:12]}, but that of the servers' model is {DIGEST[:12]}")
-    assert not run.answers("welcome")
+    assert run.answers("welcome", "worker") == [(4, 0)]
 
 
 # ---------------------------------------------------------------- leaving
 
 
 def test_the_timeout_runs_only_while_it_is_a_workers_turn(monkeypatch):
-    """Worker 1 hangs while worker 0 waits for it, then worker 0 hangs as
-    well; worker 2 never arrives."""
+    """Worker 1 hangs while worker 0 waits for it, then worker 0 hangs; worker 2 never arrives."""
     script = [
         hello(1, 0), hello(2, 1), pull(1), pull(2), push(1), pull(1),
         LONG, 0.25, LONG - 0.25, 0.5,
@@ -259,13 +245,7 @@ def test_why_workers_are_dropped_and_what_a_dropped_one_is_told(monkeypatch):
     run = _Run(monkeypatch, plan, [*start, pull(1)])
     assert _lost(run) == [(0, 0, "it pulled again without pushing a gradient first")]
     words = "this worker was already dropped"
-    late = [
-        pull(1),
-        push(1),
-        done(1),
-        {"op": "leave", "visitor": 1},
-        {"op": "failed", "visitor": 1},
-    ]
+    late = [pull(1), push(1), done(1), *({"op": op, "visitor": 1} for op in ("leave", "failed"))]
     run = _Run(monkeypatch, plan, [*start, {"op": "lost", "worker": 0}, *late])
     assert run.answers("gone", "why") == [(1, "its process ended"), *[(1, words)] * 3]
     run = _Run(monkeypatch, plan, [*start, *[{"op": "lost", "worker": w} for w in (2, 0, 0)]])
@@ -369,9 +349,8 @@ def test_checkpoints_are_saved_every_so_many_updates_or_minutes(monkeypatch):
     assert versions(even, save_every=7) == [(7, 7)], "not twice"
     late = _steps(119.75, 0.25, 100, 20.0, 5.0, 115.5)
     assert versions(late, save_minutes=2.0) == [(120, 2), (240, 4), (360.5, 6)]
-    assert versions(late, save_minutes=2.0, save_every=3) == [
-        (120, 2), (220, 3), (360.5, 6),
-    ]  # fmt: skip
+    both = versions(late, save_minutes=2.0, save_every=3)
+    assert both == [(120, 2), (220, 3), (360.5, 6)]
 
 
 def test_default_notes_read_all_tensors_of_a_checkpoint():
@@ -394,9 +373,7 @@ class _Second:
     that arrive are ones, and squared norms fours.
     """
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, events: Sequence[dict[str, Any]], broken: int = 0
-    ) -> None:
+    def __init__(self, monkeypatch, events: Sequence[dict[str, Any]], broken: int = 0) -> None:
         self.letters: list[tuple[str, dict[str, Any]]] = []
         self.sent: list[tuple[int, list[float]]] = []
         self.waits: list[float] = []
@@ -426,9 +403,8 @@ class _Second:
         _stand_in(monkeypatch, self.letters, take, Link)
         self.shard = Shard(spread(RECORDS, 2)[1], lambda r: torch.zeros(r.shape), SGD(0.5))
         plan = ServerPlan(2, timeout=LONG, **ASYNC)
-        self.server = Server(
-            dist.HashStore(), 1, plan, self.shard, records=RECORDS, lr=lambda clock: 9.0
-        )
+        how = {"records": RECORDS, "lr": lambda clock: 9.0}
+        self.server = Server(dist.HashStore(), 1, plan, self.shard, **how)
 
 
 def _event(op: str, worker: int, **more: Any) -> dict[str, Any]:
@@ -490,7 +466,6 @@ def test_a_silent_server_0_and_parameters_of_another_server_are_errors(monkeypat
             Server(dist.HashStore(), index, ServerPlan(2), shard, records=records, lr=lambda c: 1.0)
     swapped = [ParamRecord("big", (3,)), ParamRecord("small", (4,))]
     shard = Shard(spread(swapped, 2)[0], lambda r: torch.zeros(r.shape), SGD())
-    with pytest.raises(
-        ValueError, match=r"needs the 1 parameters .* got a different set of 1 parameters"
-    ):
+    words = r"needs the 1 parameters .* got a different set of 1 parameters"
+    with pytest.raises(ValueError, match=words):
         Server(dist.HashStore(), 0, ServerPlan(2), shard, records=RECORDS, lr=lambda c: 1.0)

@@ -20,13 +20,7 @@ from warpweave.parallel.server.clocks import Clocks, Term
 from warpweave.parallel.server.link import Mailbox, check_loopback
 from warpweave.parallel.server.replay import log_of, replay
 from warpweave.parallel.server.server import ServerPlan, generation, start_generation, tell
-from warpweave.parallel.server.shard import (
-    Shard,
-    digest,
-    norm_and_scale,
-    records_of,
-    spread,
-)
+from warpweave.parallel.server.shard import Shard, digest, norm_and_scale, records_of, spread
 from warpweave.parallel.server.worker import Gradient, module_gradient
 from warpweave.parallel.shard import ParamRecord
 
@@ -37,18 +31,14 @@ NAN, LATE = float("nan"), {"staleness": None, "joint": False}
     [
         (lambda: ServerPlan(servers=0), "servers must be at least 1, got 0"),
         (lambda: ServerPlan(servers=1), None),
-        (
-            lambda: ServerPlan(staleness=-1, joint=False),
-            "staleness must be at least 0, or None, got -1",
-        ),
+        (lambda: ServerPlan(staleness=-1, joint=False),
+         "staleness must be at least 0, or None, got -1"),
         (lambda: ServerPlan(staleness=0, joint=False), None),
         (lambda: ServerPlan(staleness=1), "staleness must be 0 with joint=True, got 1;"),
         (lambda: ServerPlan(staleness=None), "staleness must be 0 with joint=True, got None;"),
         (lambda: ServerPlan(compensation=-1e-9, **LATE), "compensation must be at least 0, .* -1e"),
-        (
-            lambda: ServerPlan(compensation=1e-9),
-            r"exactly 0 with joint=True \(no gradient is delayed\), got 1e-09",
-        ),
+        (lambda: ServerPlan(compensation=1e-9),
+         r"exactly 0 with joint=True \(no gradient is delayed\), got 1e-09"),
         (lambda: ServerPlan(compensation=1e-9, **LATE), None),
         (lambda: ServerPlan(clip=0.0), "clip must be positive, or None for no clipping, got 0.0"),
         (lambda: ServerPlan(clip=NAN), "clip must be positive, or None for no clipping, got nan"),
@@ -62,7 +52,7 @@ NAN, LATE = float("nan"), {"staleness": None, "joint": False}
         (lambda: ServerPlan(save_minutes=NAN), ">= 0, got 60.0, 0 and nan"),
         (lambda: ServerPlan(save_minutes=1e-9), None),
     ]
-)
+)  # fmt: skip
 def test_numbers_of_a_server_plan_are_taken_up_to_their_bounds(call, words) -> None:
     check(call, words)
 
@@ -201,15 +191,16 @@ def test_gradient_covers_all_micro_batches_at_the_given_weights() -> None:
 # ---------------------------------------------------------------- a log
 
 
+def _term(worker: int, clock: int = 0, pulled: int = 0) -> dict:
+    more = {"staleness": 0, "count": 1, "loss": 0.0}
+    return {"worker": worker, "clock": clock, "pulled": pulled} | more
+
+
 def _replayed(*terms: tuple[int, int, int], versions: tuple[int, ...] = ()) -> float:
     """Return one weight after updates of one term each: (worker, clock, version that it pulled)."""
     shard = Shard([ParamRecord("w", (1,))], lambda r: torch.zeros(1), SGD(0.0), torch.float64)
-    log = [
-        {"version": version, "lr": 0.1, "terms": [
-            {"worker": worker, "clock": clock, "pulled": pulled, "staleness": 0, "count": 1,
-             "loss": 0.0}]}
-        for version, (worker, clock, pulled) in zip(versions or itertools.count(1), terms)
-    ]  # fmt: skip
+    pairs = zip(versions or itertools.count(1), terms)
+    log = [{"version": version, "lr": 0.1, "terms": [_term(*of)]} for version, of in pairs]
 
     def compute(worker: int):
         def gradient(clock, weights):
@@ -236,15 +227,11 @@ def test_a_replay_adds_an_updates_terms_in_the_order_of_the_log(workers) -> None
     """The gradients are such that a sum in a different order differs."""
     values = 1e16, 1.0, -1e16
     shard = Shard([ParamRecord("w", (1,))], lambda r: torch.zeros(1), SGD(0.0), torch.float64)
-    terms = [
-        {"worker": w, "clock": 0, "pulled": 0, "staleness": 0, "count": 1, "loss": 0.0}
-        for w in workers
-    ]
+    terms = [_term(w) for w in workers]
 
     def compute(worker: int):
-        return lambda clock, weights: Gradient(
-            {"w": torch.tensor([values[worker]], dtype=torch.float64)}, 1, 0.0
-        )
+        w = torch.tensor([values[worker]], dtype=torch.float64)
+        return lambda clock, weights: Gradient({"w": w}, 1, 0.0)
 
     assert replay([{"version": 1, "lr": 3.0, "terms": terms}], ServerPlan(), [shard], compute) == 1
     first, second, third = (torch.tensor(values[w], dtype=torch.float64) for w in workers)
@@ -301,8 +288,7 @@ def test_a_worker_that_leaves_neither_waits_to_pull_nor_owes_a_gradient() -> Non
 
 
 def test_a_joint_update_has_the_terms_of_its_clock_in_the_workers_order() -> None:
-    """This includes the gradient of one that has left, and one that leaves
-    the rest at once by leaving."""
+    """This includes one that has left, and one that leaves the rest at once by leaving."""
     clocks = Clocks()
     for worker in (11, 2, 5):
         clocks.join(worker)
@@ -359,11 +345,8 @@ def test_a_mailbox_gives_the_first_header_and_each_once() -> None:
         *[(host, None, None) for host in ("localhost", "::1", "127.0.0.1", "127.9.0.1")],
         *[("127.0.0.1", name, None) for name in ("lo", "lo0")],
         *[
-            (
-                host,
-                "eth7",
-                f"=eth7 would open sockets on the network, but the store on {host} is only for",
-            )
+            (host, "eth7",
+             f"=eth7 would open sockets on the network, but the store on {host} is only for")
             for host in ("localhost", "::1", "127.0.0.1", "127.9.0.1")
         ],
         ("", None, "^the store on every address is open to the network; .*, so use 127.0.0.1$"),
@@ -376,7 +359,7 @@ def test_a_mailbox_gives_the_first_header_and_each_once() -> None:
         ("10.1.2.4", "eth7", None),
         ("128.0.0.1", "eth7", None),
     ],
-)
+)  # fmt: skip
 def test_what_listens_on_the_network_is_refused(host, interface, words, monkeypatch) -> None:
     found = [(socket.AF_INET, 1, 6, "", (at, 0)) for at in ("10.1.2.3", "fe80::7")]
     monkeypatch.setattr(link.socket, "gethostname", lambda: "here")

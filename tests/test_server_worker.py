@@ -4,6 +4,7 @@ effect of each answer, and how it finds restarted servers."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,6 +141,10 @@ def test_a_worker_that_is_given_up_raises_the_servers_reason(at, monkeypatch):
         found.worker()
 
 
+def _silent(worker: int):
+    return pytest.raises(LostError, match=rf"^worker {worker}: no message from the servers$")
+
+
 def test_worker_waits_three_timeouts_after_the_last_sign_of_life(monkeypatch):
     long, over = 3 * LONG, 0.25
     for at in (1, 3):  # before the first grant, and the end
@@ -149,17 +154,11 @@ def test_worker_waits_three_timeouts_after_the_last_sign_of_life(monkeypatch):
         for silence, lost in ((long, False), (long + over, True)):
             found = _Servers(monkeypatch, [*start, "beat", silence, OVER])
             one = found.worker()
-            if not lost:
-                one.run(2, _compute)
-                continue
-            with pytest.raises(LostError, match=r"^worker 4: no message from the servers$"):
+            with _silent(4) if lost else nullcontext():
                 one.run(2, _compute)
     for waits, lost in (([LONG, "beat", 2 * LONG], False), ([LONG, "beat", 2 * LONG, over], True)):
         found = _Servers(monkeypatch, [*waits, welcome(4)])
-        if lost:
-            with pytest.raises(LostError, match=r"^worker 9: no message from the servers$"):
-                found.worker(9)
-        else:
+        with _silent(9) if lost else nullcontext():
             assert found.worker(9).number == 4
 
 
@@ -190,7 +189,7 @@ def test_after_a_broken_link_the_servers_tell_why(monkeypatch):
 
     with pytest.raises(LostError, match="dropped worker 4: it is late"):
         broken(0.2, {"op": "gone", "why": "it is late"})
-    with pytest.raises(LostError, match="worker 4: no message from the servers"):
+    with _silent(4):
         broken("beat", LONG, "beat", 0.25)
     broken("beat", LONG, OVER)  # the run was stopped
     found = broken("restart", welcome(4, 1), OVER)

@@ -1,5 +1,4 @@
-"""Sessions of ranks alone: their messages and entries in the store, the place of that store, and
-renewed groups."""
+"""Sessions of ranks alone: their messages and entries in the store, its place, renewed groups."""
 
 from __future__ import annotations
 
@@ -89,9 +88,7 @@ def test_groups_are_made_anew_under_a_name_of_their_own_each_time(monkeypatch):
     [(0, 4, None, True), (0, 2, None, True), (1, 4, None, False), (0, 4, "True", False),
      (0, 2, "True", False), (3, 2, "True", False), (0, 4, "False", True)],
 )  # fmt: skip
-def test_the_first_rank_keeps_the_store_unless_the_launcher_does(
-    monkeypatch, rank, local_world, agent, hosts
-):
+def test_rank_0_keeps_the_store_unless_launcher_does(monkeypatch, rank, local_world, agent, hosts):
     """It is on loopback if all ranks are on this machine."""
     made = mock.Mock(return_value=dist.HashStore())
     monkeypatch.setattr(dist, "TCPStore", made)

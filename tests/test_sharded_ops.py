@@ -138,8 +138,7 @@ def _everywhere(op: Op, how: dict[str, object]) -> Iterator[tuple[Given, bool]]:
 
 
 def _problem(op: Op, given: Given, sequence: bool) -> tuple:
-    """Return (the function, its tensors, results and gradients by name,
-    gradients of the results)."""
+    """Return (the function, its tensors, results and gradients by name, those of the results)."""
     apply = partial(op.on_ranks, given, sequence)
     mine = op.mine(op.whole(given.shape), sequence)
     return apply, mine, *gradients(op, apply, mine)
@@ -168,8 +167,7 @@ def test_frozen_parameters_cost_and_change_nothing(name: str, ranks: int) -> Non
 
 
 def _same(found: torch.Tensor, expected: torch.Tensor, again: object) -> None:
-    """Compare every bit; or, for a different product whose ranks add in
-    another order, approximately."""
+    """Compare every bit; or approximately, if a different product adds in another order."""
     if again:
         assert_close_f64(found, expected, RTOL)
     else:
@@ -177,8 +175,7 @@ def _same(found: torch.Tensor, expected: torch.Tensor, again: object) -> None:
 
 
 def _waits(op: Op, given: Given, leaves: dict[str, torch.Tensor]) -> list[str]:
-    """Return the names with deferred gradients: not those of a head whose
-    backward recomputes the logits."""
+    """Return the names with deferred gradients: not of a head that recomputes the logits."""
     again = "recompute" in given.shape and given.shape["recompute"] is not False
     return [] if again else [name for name in op.weights if name in leaves]
 
@@ -212,8 +209,7 @@ def test_weight_gradients_can_be_deferred(name: str, ranks: int) -> None:
 
 
 def _added(op: Op) -> None:
-    """A step's first backward pass overwrites a gradient buffer with any
-    contents; later ones accumulate."""
+    """A step's first backward pass overwrites a gradient buffer; later ones accumulate."""
     for given, sequence in _everywhere(op, {}):
         apply, mine, expected, dy = _problem(op, given, sequence)
         for within in (accumulate, collect):

@@ -24,8 +24,7 @@ def draw(*shape: int) -> Tensor:
 
 
 def cases() -> dict[str, tuple[Callable, list, list, list]]:
-    """Return name -> (function, its arguments, the dim of each that is
-    sharded or None, the outputs')."""
+    """Return name -> (function, its arguments, the sharded dim of each or None, the outputs')."""
     tokens = torch.arange(6) * 7
     rows = torch.arange(24).view(4, 6) * 5
     x, w, b, r = draw(4, 6, 5), draw(5), draw(5), draw(4, 6, 5)
@@ -54,9 +53,8 @@ def cases() -> dict[str, tuple[Callable, list, list, list]]:
         return attention.attention(q, k, v, impl="torch")
 
     def attend_packed(q, k, v, documents, sinks, dropout=0.0):
-        return attention.attention(
-            q, k, v, window=3, documents=documents, sinks=sinks, dropout=dropout, impl="torch"
-        )
+        given = {"documents": documents, "sinks": sinks, "dropout": dropout}
+        return attention.attention(q, k, v, window=3, **given, impl="torch")
 
     def attend_table(q, k, v, boundaries, table):
         documents = visible.Packed(boundaries, table)
@@ -77,9 +75,8 @@ def cases() -> dict[str, tuple[Callable, list, list, list]]:
         return dropout.dropout(x, dropout.Drop(0.5, 3, 1, tokens), impl=impl)
 
     def loss(z, labels, smoothing=0.0):
-        return cross_entropy.cross_entropy(
-            z, labels, label_smoothing=smoothing, reduction="none", impl="torch"
-        )
+        how = {"label_smoothing": smoothing, "reduction": "none", "impl": "torch"}
+        return cross_entropy.cross_entropy(z, labels, **how)
 
     t = draw(2, 4, 2, 8)
     return {
@@ -93,21 +90,15 @@ def cases() -> dict[str, tuple[Callable, list, list, list]]:
         "attention batch": (attend, [q, k, v], [0, 0, 0], [0, 0]),
         "attention heads": (attend, [q, k, v], [2, 2, 2], [2, 1]),
         "attention heads, no lse": (attend_only, [q, k, v], [2, 2, 2], [2]),
-        "attention batch, documents, sinks": (
-            attend_packed, [q, k, v, each, sinks], [0, 0, 0, 0, None], [0],
-        ),
-        "attention batch, shared documents": (
-            attend_packed, [q, k, v, each[0], sinks], [0, 0, 0, None, None], [0],
-        ),
-        "attention heads, documents, sinks": (
-            attend_packed, [q, k, v, each, sinks], [2, 2, 2, None, 0], [2],
-        ),
-        "attention batch, keys apart": (
-            attend_packed, [q, k, v, apart, sinks], [0, 0, 0, 0, None], [0],
-        ),
-        "attention batch, a table": (
-            attend_table, [q, k, v, each, table], [0, 0, 0, 0, 0], [0, 0],
-        ),
+        "attention batch, documents, sinks": (attend_packed, [q, k, v, each, sinks],
+                                              [0, 0, 0, 0, None], [0]),
+        "attention batch, shared documents": (attend_packed, [q, k, v, each[0], sinks],
+                                              [0, 0, 0, None, None], [0]),
+        "attention heads, documents, sinks": (attend_packed, [q, k, v, each, sinks],
+                                              [2, 2, 2, None, 0], [2]),
+        "attention batch, keys apart": (attend_packed, [q, k, v, apart, sinks],
+                                        [0, 0, 0, 0, None], [0]),
+        "attention batch, a table": (attend_table, [q, k, v, each, table], [0, 0, 0, 0, 0], [0, 0]),
         "attention batch, a table of all": (
             attend_table, [q, k, v, each[0], table[:1]], [0, 0, 0, None, None], [0, 0],
         ),
@@ -165,9 +156,8 @@ def check(rank: int, broken: bool = False) -> list[str]:
     if broken:  # dims that must be whole, sharded as if each rank could compute its part alone
         sharding.rope_op.sharding = "___d, _d, _d -> ___d"
         sharding.attention_op.sharding = "_s__, _s__, _s__, _, _, _ -> _s__, __s"
-        (rotate, rope_args, _, _), (attend, qkv, _, _) = (
-            chosen[name] for name in ("rope heads", "attention heads")
-        )
+        rotate, rope_args, *_ = chosen["rope heads"]
+        attend, qkv, *_ = chosen["attention heads"]
         chosen = {
             "rope head_dim": (rotate, rope_args, [3, 1, 1], [3]),
             "attention sequence": (attend, qkv, [1, 1, 1], [1, 2]),
@@ -193,10 +183,8 @@ def check(rank: int, broken: bool = False) -> list[str]:
             assert placed == [where(d) for d in out_dims], placed
             grads = [torch.randn_like(y) for y in expected]
             torch.autograd.backward(expected, grads)
-            torch.autograd.backward(
-                actual,
-                [distribute_tensor(g, mesh, where(d)) for g, d in zip(grads, out_dims)],
-            )
+            of = [distribute_tensor(g, mesh, where(d)) for g, d in zip(grads, out_dims)]
+            torch.autograd.backward(actual, of)
             for y, truth in zip(actual, expected, strict=True):
                 assert_close_f64(y.full_tensor().detach(), truth.detach(), 1e-12)
             for a, truth in zip(parts, whole, strict=True):

@@ -3,7 +3,7 @@ them. Each rank is one of a pretended group, one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
@@ -53,8 +53,7 @@ def _shares(p: nn.Parameter, ranks: int, placement: Placement) -> list[torch.Ten
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_shares_of_all_ranks_are_the_parameter(ranks, trains):
-    """Each block of a dim is sharded; a single block may be uneven,
-    down to ranks without a part."""
+    """Each block of a dim is sharded; a single one may be uneven, down to ranks without a part."""
     for shape, dim, blocks in (
         ((12, 5), 0, 1), ((5, 12), 1, 1), ((12,), 0, 2), ((12, 5), 0, 2), ((5, 12), 1, 2),
         ((7, 3), 0, 1), ((1, 4), 0, 1), ((3, 7), 1, 1),
@@ -152,16 +151,20 @@ def test_a_gradient_is_summed_over_each_of_its_groups():
             assert gradient.tolist() == [[sum(10.0**r for r in of(rank))] * 2] * 2, axes
 
 
+def _said(check: Callable, *given: object) -> str:
+    try:
+        check(*given)
+    except ValueError as error:
+        return str(error)
+    return "alike"
+
+
 def _alike(group, culprit: int | None) -> str:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     if group.rank == culprit:
         model[1].bias.data[0] += 1e-7
-    try:
-        shards.check_alike(model.named_parameters(), (group,))
-    except ValueError as error:
-        return str(error)
-    return "alike"
+    return _said(shards.check_alike, model.named_parameters(), (group,))
 
 
 def test_every_rank_names_the_first_parameter_that_some_rank_has_otherwise():
@@ -181,11 +184,7 @@ def _alike_on_a_grid(mesh, culprit: int | None, more: float) -> str:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     if mesh.rank == culprit:
         model[1].weight.data[0, 0] += more
-    try:
-        shards.check_alike(model.named_parameters(), _groups(mesh))
-    except ValueError as error:
-        return str(error).partition(":")[0]
-    return "alike"
+    return _said(shards.check_alike, model.named_parameters(), _groups(mesh)).partition(":")[0]
 
 
 def test_a_rank_that_differs_is_reported_on_all_ranks_of_a_grid():
@@ -219,11 +218,7 @@ OTHERS = {
 
 def _given(mesh, culprit: int | None, name: str, other: object, of: dict = INPUTS) -> str:
     inputs = of | ({name: other} if mesh.rank == culprit else {})
-    try:
-        shards.check_same_inputs(inputs.values(), _groups(mesh))
-    except ValueError as error:
-        return str(error)
-    return "same"
+    return _said(shards.check_same_inputs, inputs.values(), _groups(mesh))
 
 
 @pytest.mark.parametrize("culprit", range(4))
@@ -236,8 +231,7 @@ def test_other_integer_inputs_on_any_rank_are_refused_on_all(culprit):
 
 
 def test_one_other_id_of_a_large_vocabulary_is_seen_in_a_long_text():
-    """The id is where the sine of its position is almost zero, and the
-    sum of all is beyond 2^24."""
+    """The id is where the sine of its position is almost zero; the sum of all is beyond 2^24."""
     ids = torch.full((1, 710), 200_000)
     for at in (354, 709):
         other = ids.clone()
@@ -246,13 +240,13 @@ def test_one_other_id_of_a_large_vocabulary_is_seen_in_a_long_text():
             said = on_mesh(GRID, _given, culprit, "ids", other, {"ids": ids})
             assert len({*said}) == 1
             assert said[0].startswith("the ranks of tp and cp received different tokens")
-    assert on_mesh(GRID, _given, None, "ids", ids, {"ids": ids}) == ["same"] * 4
+    assert on_mesh(GRID, _given, None, "ids", ids, {"ids": ids}) == ["alike"] * 4
 
 
 def test_inputs_other_than_integers_may_differ_or_be_missing():
     for name, other in (("scale", torch.zeros(3)), ("name", "other"), ("none", 3.5), ("ids", None)):
         culprit = None if name == "ids" else 1
-        assert on_mesh(GRID, _given, culprit, name, other) == ["same"] * 4
+        assert on_mesh(GRID, _given, culprit, name, other) == ["alike"] * 4
     shards.check_same_inputs([None, torch.ones(2), "x"], (None,))  # nothing is compared
 
 

@@ -3,9 +3,9 @@
 from fractions import Fraction
 
 import pytest
+from schedule_lists import lists_of
 
 from warpweave.parallel.schedule import (
-    Action,
     from_csv,
     gpipe,
     one_f_one_b,
@@ -13,7 +13,6 @@ from warpweave.parallel.schedule import (
     pipedream_2bw,
     send_first,
     split_backward,
-    validate,
     with_comm,
     with_reduce,
     with_tie,
@@ -43,16 +42,13 @@ def test_idle_time_and_bubble(generate, cost, p: int, m: int) -> None:
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_peak_activations(p: int, m: int) -> None:
     assert simulate(gpipe(p, m), {"F": 1}).activations == (m,) * p
-    assert simulate(one_f_one_b(p, m), {"F": 1}).activations == tuple(
-        min(m, p - s) for s in range(p)
-    )
+    saved = tuple(min(m, p - s) for s in range(p))
+    assert simulate(one_f_one_b(p, m), {"F": 1}).activations == saved
 
 
 @pytest.mark.parametrize("generate", [gpipe, one_f_one_b])
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 4), (4, 9)])
-def test_sending_gradients_first_saves_a_w_per_hop_at_equal_peak_activations(
-    generate, p: int, m: int
-) -> None:
+def test_sending_gradients_first_saves_a_w_per_hop_at_equal_activations(generate, p, m) -> None:
     costs = {"F": 1, "B": 2, "I": 1, "W": 1}
     whole, early = simulate(generate(p, m), costs), simulate(send_first(generate(p, m)), costs)
     assert whole.span - early.span == p - 1
@@ -109,38 +105,23 @@ def test_collectives_take_the_time_they_are_given() -> None:
 
 def test_versions_of_synchronous_and_asynchronous_lists() -> None:
     assert simulate(with_update(one_f_one_b(3, 4)), {"F": 1}).versions == (1, 1, 1)
-    # PipeDream: an update after each micro-batch, whose B uses the weights that its F read
-    p, n = 4, 9
-    rows = []
-    for s in range(p):
-        row, behind = [], p - 1 - s
-        for k in range(n + behind):
-            if k < n:
-                row.append(Action("F", s, k, max(0, k - behind)))
-            if k >= behind:
-                i = k - behind
-                row += [Action("B", s, i, max(0, i - behind)), Action("UPDATE", s, ver=i + 1)]
-        rows.append(row)
-    validate(rows, staleness=p - 1)
-    assert simulate(rows, {"F": 1, "B": 1}).versions == (4, 3, 2, 1)
-    assert simulate(rows, {"F": 1, "B": 1}).activations == (4, 3, 2, 1)
-    double = "0F0 0F1 0B0 0B1 0UPDATE@1 0F2 0F3 0B2 0B3 0UPDATE@2 0F4@1 0B4@1 0UPDATE@3"
-    assert simulate([from_csv(double.replace(" ", ","))[0]], {"F": 1}).versions == (2,)
-    owed = "0F0 0F1 0I1 0I0 0W0 0UPDATE@1 0W1"  # a W reads no weights
-    assert simulate([from_csv(owed.replace(" ", ","))[0]], {"F": 1}).versions == (1,)
-    later = "0F0 0F1 0B0 0UPDATE@1 0F2@1 0B2@1 0UPDATE@2 0B1 0UPDATE@3 0F3@1 0B3@1 0UPDATE@4"
-    held = simulate([from_csv(later.replace(" ", ","))[0]], {"F": 1})
-    # at UPDATE@2: 2 is the newest, 0 is in flight, 1 will be read by F3
-    assert held.versions == (3,)
-    later = "0F2@1 0B2@1 0UPDATE@3 0F3@2 0B3@2 0UPDATE@4"  # a run whose newest version is 2
-    cut = [from_csv(later.replace(" ", ","))[0]]
+    line = simulate(pipedream(4, 9), {"F": 1, "B": 1})
+    assert line.versions == line.activations == (4, 3, 2, 1)
+    for held, text in (
+        (2, "0F0 0F1 0B0 0B1 0UPDATE@1 0F2 0F3 0B2 0B3 0UPDATE@2 0F4@1 0B4@1 0UPDATE@3"),
+        (1, "0F0 0F1 0I1 0I0 0W0 0UPDATE@1 0W1"),  # a W reads no weights
+        # at UPDATE@2: 2 is the newest, 0 is in flight, 1 will be read by F3
+        (3, "0F0 0F1 0B0 0UPDATE@1 0F2@1 0B2@1 0UPDATE@2 0B1 0UPDATE@3 0F3@1 0B3@1 0UPDATE@4"),
+    ):
+        assert simulate(lists_of(text), {"F": 1}).versions == (held,)
+    cut = lists_of("0F2@1 0B2@1 0UPDATE@3 0F3@2 0B3@2 0UPDATE@4")  # the newest version is 2
     assert simulate(cut, {"F": 1}, before=begun_before(cut)).versions == (2,)
-    begun = [from_csv("0F0@-2,0F1@-1,0F2")[0]]  # by versions before the newest, which is 0
+    begun = lists_of("0F0@-2 0F1@-1 0F2")  # by versions before the newest, which is 0
     assert simulate(begun, {"F": 1}, before=begun_before(begun)).versions == (3,)
 
 
 def test_several_stages_on_a_rank_share_it() -> None:
-    vee = [from_csv(row.replace(" ", ","))[0] for row in ("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")]
+    vee = lists_of("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
     line = simulate(vee, {"F": 1, "B": 1}, comm=1)
     assert line.activations == (1.0, 1.0)
     assert line.span == 8 + 4
@@ -148,7 +129,7 @@ def test_several_stages_on_a_rank_share_it() -> None:
         "0F0 .   .   .   .   3F0 3B0 .   .   .   .   0B0",
         ".   .   1F0 2F0 .   .   .   .   2B0 1B0 .   .",
     ]
-    uneven = [from_csv(row)[0] for row in ("0F0,2F0,2B0,0B0", "1F0,1B0")]
+    uneven = lists_of("0F0 2F0 2B0 0B0", "1F0 1B0")
     assert simulate(uneven, {"F": 1, "B": 1}).draw().splitlines() == [
         "0F0 .   2F0 2B0 .   0B0",
         ".   1F0 .   .   1B0 .",
@@ -212,7 +193,7 @@ def test_versions_are_the_most_of_any_stage_of_a_rank_and_in_a_long_run() -> Non
     first = "0F0 0F1 1F0 1B0 1UPDATE@1 1F1@1 1B1@1 1UPDATE@2 0B0 0UPDATE@1 0B1 0UPDATE@2"
     second = "0F0 0F1 1F0 1F1 1B0 1UPDATE@1 1B1 1UPDATE@2 0B0 0B1 0UPDATE@1"
     for text in (first, second):
-        assert simulate(from_csv(text.replace(" ", ",")), {"F": 1}).versions == (2,)
+        assert simulate(lists_of(text), {"F": 1}).versions == (2,)
     lists = pipedream(3, 14)
     assert simulate(lists, {"F": 1, "B": 2}).versions == (3, 2, 1)
     assert simulate(pipedream(3, 14, vertical=True), {"F": 1, "B": 2}).versions == (3, 3, 3)

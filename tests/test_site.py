@@ -23,12 +23,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     command = ["-P", "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        check=True,
-        timeout=300,
-    )
+        [sys.executable, *command], cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        check=True, timeout=300,
+    )  # fmt: skip
     return folder
 
 

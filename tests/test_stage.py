@@ -64,14 +64,11 @@ def _layers(count: int, dtype: torch.dtype = torch.float32) -> list[_Layer]:
 
 def _unit(k: int, layer: nn.Module, mesh, stage: int = 0) -> Unit:
     records = {n: r.renamed(f"{k}.{n}") for n, r in collect_records(layer).items()}
-    return make_unit(
-        f"{k}", [(records[n], p) for n, p in layer.named_parameters()], mesh, zero=stage
-    )
+    params = [(records[n], p) for n, p in layer.named_parameters()]
+    return make_unit(f"{k}", params, mesh, zero=stage)
 
 
-def _chain(
-    layers, mesh=None, *, stage: int = 0, recompute: bool = False, trace=None, **options
-) -> ChainStage:
+def _chain(layers, mesh=None, *, stage=0, recompute=False, trace=None, **options) -> ChainStage:
     """Make the layers segments; the first one gets the batch itself, the last returns the loss."""
     trace = trace if trace is not None else (lambda k: None)
 
@@ -89,23 +86,17 @@ def _chain(
 
 
 def _batches(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(
-        MICRO_BATCHES, 5, WIDTH, generator=torch.Generator().manual_seed(9), dtype=dtype
-    )
+    draws = torch.Generator().manual_seed(9)
+    return torch.randn(MICRO_BATCHES, 5, WIDTH, generator=draws, dtype=dtype)
 
 
 def _go(chain: ChainStage, batches, order: str = "FB", seed=None) -> None:
     """Run F, B, I and W of every micro-batch; "FI W" means all F and I first, then all W."""
     chain.begin(batches, seed)
-    does = {
-        "F": lambda mb: chain.forward(mb, None),
-        "B": lambda mb: chain.backward(mb, None),
-        "I": lambda mb: chain.backward_input(mb, None),
-        "W": chain.backward_weight,
-    }
+    does = {"F": chain.forward, "B": chain.backward, "I": chain.backward_input}
     for phase in order.split():
         for mb, op in itertools.product(range(len(batches)), phase):
-            does[op](mb)
+            chain.backward_weight(mb) if op == "W" else does[op](mb, None)
     chain.reduce()
 
 
@@ -134,9 +125,7 @@ def _one_graph(layers, batches) -> tuple[list[torch.Tensor], list[torch.Tensor]]
 @pytest.mark.parametrize("order", ["FB", "F B"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_backward_through_cut_segments_equals_one_autograd_graph_bit_for_bit(
-    dtype, recompute, order
-):
+def test_backward_through_cut_segments_equals_one_graph_bit_for_bit(dtype, recompute, order):
     losses, grads = _one_graph(_layers(4, dtype), _batches(dtype))
     chain = _chain(_layers(4, dtype), recompute=recompute)
     found = _run(chain, _batches(dtype), order)
@@ -390,12 +379,8 @@ def _freed(rank: int) -> None:
         forward = [(k, {k, min(k + 1, last)}) for k in range(last + 1)]
         again = [(k, {k, max(k - 1, 0)}) for k in reversed(range(last + 1))]
         assert trace.present == forward + again * recompute, trace.present
-        for unit in trace.chain.units:
-            assert (
-                unit.parameters.flat.untyped_storage().size()
-                == unit.gradients.flat.untyped_storage().size()
-                == 0
-            )
+        flats = [x.flat for unit in trace.chain.units for x in (unit.parameters, unit.gradients)]
+        assert not any(flat.untyped_storage().size() for flat in flats)
         trace.present.clear()
         trace.chain.evaluate(None, _batches()[0])
         assert trace.present == forward

@@ -49,12 +49,10 @@ class Box:
         (Box("a", "blue", height=5), ("a", Colour("blue"), Size(height=5), True)),
         (Box(label="a", hue="blue", lid=False), ("a", Colour("blue"), Size(), False)),
         (Box("a", size=Size(4, 5)), ("a", Colour(), Size(4, 5), True)),
-        (
-            Box("a", colour=Colour("blue", True), hue="red", size=Size(4, 5, 6), width=1),
-            ("a", Colour("red", True), Size(1, 5, 6), True),
-        ),
+        (Box("a", colour=Colour("blue", True), hue="red", size=Size(4, 5, 6), width=1),
+         ("a", Colour("red", True), Size(1, 5, 6), True)),
     ],
-)
+)  # fmt: skip
 def test_a_field_by_keyword_is_that_field_of_its_record(box, found):
     assert box.all == found
 
@@ -88,14 +86,10 @@ def test_the_signature_shows_the_fields_and_their_defaults():
 
 
 LEAVES = {
-    ColumnParallelLinear: (4, 8),
-    RowParallelLinear: (4, 8),
-    RMSNorm: (4,),
-    LayerNorm: (4,),
-    ColumnParallelRMSNorm: (4,),
-    VocabParallelEmbedding: (4, 8),
+    ColumnParallelLinear: (4, 8), RowParallelLinear: (4, 8), RMSNorm: (4,), LayerNorm: (4,),
+    ColumnParallelRMSNorm: (4,), VocabParallelEmbedding: (4, 8),
     VocabParallelLinearCrossEntropy: (4,),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layer", LEAVES)

@@ -35,9 +35,7 @@ def torch_plan(sequence: bool, overlap: str) -> dict:
     row = RowwiseParallel(output_layouts=tokens, overlap=overlap)
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")
     plan = dict.fromkeys([f"model.layers.*.{name}" for name in (*parts, "mlp.up_proj")], column)
-    plan |= dict.fromkeys(
-        [f"model.layers.*.{n}" for n in ("self_attn.o_proj", "mlp.down_proj")], row
-    )
+    plan |= {f"model.layers.*.{n}": row for n in ("self_attn.o_proj", "mlp.down_proj")}
     plan["lm_head"] = ColwiseParallel(output_layouts=Replicate(), overlap=overlap)
     plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), overlap=overlap)
     if sequence:
@@ -140,9 +138,8 @@ def _whose_values(rank: int, mesh) -> list[tuple[str, bool]]:
                 nn.init.constant_(p, rank + 1.0)
             parallelize_module(module, mesh, style, src_data_rank=source)
             held = [p.to_local().unique().tolist() for p in module.parameters()]
-            found.append(
-                (f"{type(style).__name__} from {source}", all(h == [wanted] for h in held))
-            )
+            same = all(h == [wanted] for h in held)
+            found.append((f"{type(style).__name__} from {source}", same))
     return found
 
 
@@ -302,9 +299,7 @@ def _refused(mesh, model: nn.Module) -> list[str]:
     odd = DTensor.from_local(torch.ones(2, 5), mesh, [Replicate()])  # features
     own = type("Own", (nn.Linear,), {})(4, 6)
     look_up = type("Own", (nn.Embedding,), {})(4, 6)
-    words = {
-        w: ALL_PARALLEL_STYLES[f"warpweave_{w}"] for w in ("sequence_colwise", "sequence_rowwise")
-    }
+    colwise, rowwise = (ALL_PARALLEL_STYLES[f"warpweave_sequence_{w}wise"] for w in ("col", "row"))
 
     def on(module: nn.Module, style) -> nn.Module:
         return parallelize_module(module, mesh, style)
@@ -328,8 +323,8 @@ def _refused(mesh, model: nn.Module) -> list[str]:
         raised(lambda: on(nn.Embedding(4, 6, max_norm=1.0), RowwiseParallel())),
         raised(lambda: on(nn.LayerNorm(4), SequenceParallel())(x)),
         raised(lambda: on(nn.LayerNorm(4), SequenceParallel(sequence_dim=2))(x)),
-        raised(lambda: words["sequence_colwise"].style.compute(nn.Linear(4, 6), x, None)),
-        raised(lambda: words["sequence_rowwise"].style.compute(nn.Linear(4, 6), x, None)),
+        raised(lambda: colwise.style.compute(nn.Linear(4, 6), x, None)),
+        raised(lambda: rowwise.style.compute(nn.Linear(4, 6), x, None)),
         raised(lambda: model(input_ids=torch.ones(1, 5, dtype=torch.int64))),
     ]
 

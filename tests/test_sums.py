@@ -11,6 +11,7 @@ Ranks are threads (`threads.py`), which also check that all of them begin the sa
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -45,11 +46,8 @@ def share(t: Tensor, dim: int | None, group: Group | None) -> Tensor:
     return t if dim is None else t.chunk(group_size(group), dim)[group_rank(group)]
 
 
-def leaves(
-    group: Group | None, dtype: torch.dtype, *given: tuple[Tensor, int | None]
-) -> list[Tensor]:
-    """Return x and the parameters of `given`, each with the sharded dim;
-    their gradients are fp32."""
+def leaves(group: Group | None, dtype: torch.dtype, *given: tuple[Tensor, int | None]):
+    """Return x and the parameters of `given`, each with its sharded dim; gradients are fp32."""
     mine = [share(t, dim, group).to(dtype, copy=True).requires_grad_() for t, dim in given]
     for parameter in mine[1:]:
         parameter.grad_dtype = torch.float32
@@ -116,9 +114,8 @@ def _mlp(group, dtype, most, way: str, cut: bool) -> None:
     for wide, dy in ((most, whole(8, T, E, most=0)), (1, whole(8, T, E, most=1))):
         down = whole(7, E, F_, most=wide)
         mine = leaves(group, dtype, (x, tokens), (up, 0), (down, 1), (b1, 0), (b2, None))
-        y = tensor.parallel_mlp(
-            *mine, activation="relu2", group=group, sequence_parallel=cut, overlap=way
-        )
+        how = {"activation": "relu2", "sequence_parallel": cut, "overlap": way}
+        y = tensor.parallel_mlp(*mine, group=group, **how)
         dx, _, ddown, db1, db2 = torch.autograd.grad(y, mine, share(dy, tokens, group).to(dtype))
         z = (x @ up.t() + b1).relu()
         dz = 2 * z * (dy @ down)
@@ -155,16 +152,12 @@ def test_products_are_summed_in_fp32_and_rounded_after_the_bias(product, way, cu
 
 def _embedding(group, dtype, most, cut: bool) -> None:
     """Give most tokens' gradients to one row."""
-    ids, table, dy = (
-        torch.tensor([3] * (T - 2) + [0, 15]),
-        whole(1, 16, 5),
-        whole(2, T, 5, most=200),
-    )
+    ids = torch.tensor([3] * (T - 2) + [0, 15])
+    table, dy = whole(1, 16, 5), whole(2, T, 5, most=200)
     tokens = 0 if cut else None
     _, mine = leaves(group, dtype, (ids.double(), None), (table, 0))
-    y = tensor.vocab_parallel_embedding(
-        ids, mine, group=group, vocab_size=16, sequence_parallel=cut
-    )
+    how = {"vocab_size": 16, "sequence_parallel": cut}
+    y = tensor.vocab_parallel_embedding(ids, mine, group=group, **how)
     (dw,) = torch.autograd.grad(y, [mine], share(dy, tokens, group).to(dtype))
     assert_once(y, share(table[ids], tokens, group), "y")
     assert_once(dw, share(torch.zeros(16, 5).double().index_add(0, ids, dy), 0, group), "dw")
@@ -320,12 +313,9 @@ def _zero(mesh: ConnectedMesh, stage: int) -> None:
     total, squares = {}, 0.0
     for name, (_, _, partial) in SPEC.items():
         for stage_ in range(mesh.size("pp")):
-            every = [
-                _gradient(name, micro, data, at, stage_)
-                for micro in range(3)
-                for data in range(mesh.size("data"))
-                for at in range(tp if partial else 1)
-            ]
+            ranks = range(mesh.size("data")), range(tp if partial else 1)
+            terms = itertools.product(range(3), *ranks)
+            every = [_gradient(name, *term, stage_) for term in terms]
             squares += float(sum(every).square().sum())
             if stage_ == pp:
                 total[name] = sum(every)

@@ -29,14 +29,9 @@ def _ignores_sigterm(ready: int) -> None:
 
 @pytest.mark.parametrize(
     ("code", "number", "raised"),
-    [
-        (0, None, None),
-        (3, None, SystemExit(3)),
-        (0, signal.SIGTERM, Stopped(15)),
-        (143, signal.SIGTERM, Stopped(15, 143)),
-        (1, signal.SIGINT, Stopped(2, 1)),
-    ],
-)
+    [(0, None, None), (3, None, SystemExit(3)), (0, signal.SIGTERM, Stopped(15)),
+     (143, signal.SIGTERM, Stopped(15, 143)), (1, signal.SIGINT, Stopped(2, 1))],
+)  # fmt: skip
 def test_the_exit_code_is_that_of_the_watch_or_of_the_signal(code, number, raised):
     def start() -> None:
         if number is not None:

@@ -18,9 +18,8 @@ def waits() -> dict[str, dict[str, int]]:
         pytest.skip(f"the private {maker}, which pretends a device, is not in {torch.__version__}")
     program = Path(__file__).parent / "support" / "syncs.py"
     env = {**os.environ, "TRITON_INTERPRET": "0"}
-    run = subprocess.run(
-        [sys.executable, program], env=env, capture_output=True, text=True, timeout=800
-    )
+    how = {"env": env, "capture_output": True, "text": True, "timeout": 800}
+    run = subprocess.run([sys.executable, program], **how)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
 

@@ -31,9 +31,8 @@ from warpweave.kernels.runtime.tile_table import (
 )
 from warpweave.kernels.runtime.tiles import PLAIN
 
-ODD = TileRow(
-    "Planted GPU", "attention_fwd", 2, 96, AttentionTile(32, 16, 2, 1), triton.__version__
-)
+ODD_TILE = AttentionTile(32, 16, 2, 1)
+ODD = TileRow("Planted GPU", "attention_fwd", 2, 96, ODD_TILE, triton.__version__)
 
 
 @pytest.fixture
@@ -82,9 +81,7 @@ def test_every_row_is_reached_by_some_call() -> None:
                 assert row.key in first or not own
 
 
-def test_first_tile_row_that_matches_triton_version_and_variants_is_used(
-    tmp_path, monkeypatch
-) -> None:
+def test_first_row_that_matches_triton_version_and_variants_is_used(tmp_path, monkeypatch) -> None:
     made = {"capability": 0, "kernel": "attention_fwd", "element_size": 2, "head_dim": 256}
     given = [
         ({"triton": "3.7", "variants": ["into softcap", "masked"]}, 16),
@@ -202,11 +199,9 @@ def test_nobody_reads_one_unasked_nor_anything_at_import(table, monkeypatch) -> 
     q = torch.randn(1, 3, 1, 16)
     attention(q, q, q, impl="triton")
     gemm(q[0, :, 0], q[0, :, 0].t(), impl="triton")
-    code = (
-        "import warpweave.kernels.attention, warpweave.kernels.gemm\n"
-        "import warpweave.kernels.runtime.tiles as t"
-    )
-    code += "; assert not t.shipped_table.cache_info().currsize"
+    code = "import warpweave.kernels.attention, warpweave.kernels.gemm\n"
+    code += "from warpweave.kernels.runtime.tiles import shipped_table as table\n"
+    code += "assert not table.cache_info().currsize"
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=800)
     shipped = tiles.find_on("gemm", 90, "", 2, "large")
     assert tiles.find_on("gemm", 90, "Planted GPU", 2, "large") == shipped
@@ -216,10 +211,8 @@ def test_rows_of_another_triton_are_announced_and_left_out(table) -> None:
     old = dataclasses.replace(ODD, kernel="attention_dq", triton="3.0.0")
     write_table(table, [ODD, old, dataclasses.replace(old, where="Other GPU", triton="2.0.0")])
     tiles.load(table)
-    message = (
-        r"ignoring .* Planted GPU: they were measured with Triton 3\.0\.0, but .*warpweave tune"
-    )
-    with pytest.warns(UserWarning, match=message):
+    words = r"they were measured with Triton 3\.0\.0, but .*warpweave tune"
+    with pytest.warns(UserWarning, match=f"ignoring .* Planted GPU: {words}"):
         assert tiles.find_on("attention_fwd", 90, "Planted GPU", 2, 96) == ODD.tile
     shipped = tiles.find_on("attention_dq", 90, "", 2, 96)
     assert tiles.find_on("attention_dq", 90, "Planted GPU", 2, 96) == shipped  # does not warn again
@@ -289,10 +282,8 @@ PRODUCT = {**_without("head_dim"), "kernel": "gemm", "kind": "large", "tile": GE
         ([{**GOOD, "shipped_us": float("nan")}], r"shipped_us must be microseconds, got nan"),
         ([{**GOOD, "tile": {**GOOD["tile"], "stages": True}}], r"must be an integer, got True"),
         ([{**GOOD, "tile": {**GOOD["tile"], "stages": 9}}], r"stages must be 1, .* 8, got 9"),
-        (
-            [_without("triton")],
-            r"row 1: expected the keys \['device', .*'triton'\], got \['device'",
-        ),
+        ([_without("triton")],
+         r"row 1: expected the keys \['device', .*'triton'\], got \['device'"),
         ([{**_without("device"), "capability": 90}], r"expected the keys \['device'"),
         ([{**GOOD, "speed": 1}], r"expected the keys .*, got .*'speed'"),
         ([{**GOOD, "device": ""}], r"device must be a device's name, got ''"),
@@ -306,14 +297,9 @@ PRODUCT = {**_without("head_dim"), "kernel": "gemm", "kind": "large", "tile": GE
         ([{**GOOD, "tile": {**GOOD["tile"], "q": 48}}], r"tile.q must be 16, .* 1024, got 48"),
         ([{**GOOD, "tile": {**GOOD["tile"], "warps": 3}}], r"warps must be 1, .* or 32, got 3"),
         ([{**GOOD, "kernel": "gemm"}], r"expected the keys .*'kind'"),
-        (
-            [{**PRODUCT, "kind": ["large"]}],
-            r"kind must be one of large, heavy, small, wide, symmetric, got \['large'\]",
-        ),
-        (
-            [{**PRODUCT, "tile": {**GEMM, "n": 16}}],
-            r"tile.n must be 32, .* got 16",
-        ),
+        ([{**PRODUCT, "kind": ["large"]}],
+         r"kind must be one of large, heavy, small, wide, symmetric, got \['large'\]"),
+        ([{**PRODUCT, "tile": {**GEMM, "n": 16}}], r"tile.n must be 32, .* got 16"),
     ],
 )  # fmt: skip
 def test_a_row_that_is_wrong_is_refused_with_file_row_and_value(table, rows, message) -> None:
@@ -333,18 +319,14 @@ def test_a_row_that_is_wrong_is_refused_with_file_row_and_value(table, rows, mes
         (b"\xff\xfe\x00", "can't decode"),
         (b"[" * 100_000, "recursion"),
         (b"[]", r"it must be an object, got \[\]$"),
-        (
-            b'{"format": "warpweave tiles 2", "rows": []}',
-            'format must be "warpweave tiles 1", got .war',
-        ),
+        (b'{"format": "warpweave tiles 2", "rows": []}',
+         'format must be "warpweave tiles 1", got .war'),
         (b'{"format": "warpweave tiles 1"}', "it has no rows$"),
         (b'{"format": "warpweave tiles 1", "rows": {}}', "rows must be a list, .*, got {}$"),
-        (
-            b'{"format": "warpweave tiles 1", "rows": [], "us": 1}',
-            "unknown field 'us'; expected format, rows$",
-        ),
+        (b'{"format": "warpweave tiles 1", "rows": [], "us": 1}',
+         "unknown field 'us'; expected format, rows$"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_is_no_table_is_refused(table, content, message) -> None:
     table.parent.mkdir()
     table.write_bytes(content)
@@ -392,9 +374,8 @@ def test_attention_is_right_under_a_users_odd_tiles(table, fwd, dkdv, dq, causal
 )
 def test_products_are_right_under_a_users_odd_tiles(table, tile) -> None:
     rows = [TileRow("X", "gemm", 8, kind, GemmTile(*tile), "3.7.1") for kind in KINDS]
-    a, b, bias, r = (
-        torch.randn(s, dtype=torch.float64) for s in ((67, 37), (37, 70), 70, (67, 35))
-    )
+    shapes = (67, 37), (37, 70), 70, (67, 35)
+    a, b, bias, r = (torch.randn(s, dtype=torch.float64) for s in shapes)
     out = torch.ones(67, 70, dtype=torch.float64)
     options = {"activation": "swiglu", "save_z": True, "residual": r}
     want, want_z = fused_gemm(a, b, bias, **options, impl="torch")

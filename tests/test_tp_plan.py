@@ -92,14 +92,10 @@ OTHERS = {  # one more word, of a module or parameter that may not exist, and th
     "a column outside": ("head", "colwise", "head: colwise has no counterpart", True),
     "a row outside": ("base.embed", "rowwise", "base.embed: rowwise has no counterpart", True),
     "experts' own": ("base.layers.*.mlp.experts", "moe_tp_experts", "has no counterpart", False),
-    "a parameter": (
-        "base.layers.*.mlp.w",
-        "colwise",
-        "w: the tp_plan shards a single parameter, ",
-        False,
-    ),
+    "a parameter": ("base.layers.*.mlp.w", "colwise",
+                    "w: the tp_plan shards a single parameter, ", False),
     "packed": ("base.layers.*.mlp.w", "packed_colwise", "packed_colwise has no counte", False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -117,13 +113,12 @@ def test_unknown_styles_stay_those_of_transformers_unless_tokens_are_sharded(nam
 
 
 def test_parameters_inside_a_sharded_module_must_be_in_the_plan():
-    model = Model(q_norm=nn.LayerNorm(2))
-    with pytest.raises(ValueError, match=r"^base.layers.\*.attn.q_norm: the tp_plan has no entry"):
-        styles._words(model, False, "")
-    many = Model(12)
+    model, many = Model(q_norm=nn.LayerNorm(2)), Model(12)
     many.base.layers[11].attn["q_norm"] = nn.LayerNorm(2)  # in a single layer of many
-    with pytest.raises(ValueError, match=r"^base.layers.\*.attn.q_norm: the tp_plan has no entry"):
-        styles._words(many, False, "")
+    for wrong in (model, many):
+        words = r"^base.layers.\*.attn.q_norm: the tp_plan has no entry"
+        with pytest.raises(ValueError, match=words):
+            styles._words(wrong, False, "")
     assert styles._words(Model(drop=nn.Dropout()), False, "") == wanted(False, "")
     beside = Model()
     for layer in beside.base.layers:
@@ -172,9 +167,7 @@ def test_models_with_single_or_gathered_columns_are_planned(overlap):
     }
     found = ww.planned(how, CONFIGS["phi3"], overlap=overlap).tp_plan
     gathered = ("self_attn.qkv_proj", "mlp.gate_up_proj")
-    wanted = outside | dict.fromkeys(
-        [layer + n for n in gathered], f"warpweave_gather_colwise{end}"
-    )
+    wanted = outside | {layer + n: f"warpweave_gather_colwise{end}" for n in gathered}
     assert found == wanted
     mine = {"lm_head": "colwise_gather_output", "more": "rowwise"}
     own = DistributedConfig(tp_size=2, tp_plan=mine)
@@ -321,7 +314,6 @@ def test_only_attention_of_warpweave_and_known_feed_forwards_are_sharded(monkeyp
         "model.layers.0.mlp": "it has several activations, or one that warpweave does not support"
     }
     assert [part.kind for part in structure.find_parts(model, inputs, 1)[0]] == ["attention"]
-    with pytest.raises(
-        ValueError, match=r"layers.0.self_attn: 2 query heads are not divisible by tp"
-    ):
+    words = r"layers.0.self_attn: 2 query heads are not divisible by tp"
+    with pytest.raises(ValueError, match=words):
         structure.find_parts(model, inputs, 3)

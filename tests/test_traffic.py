@@ -147,13 +147,8 @@ def test_a_tile_that_nobody_sees_is_found() -> None:
     """Full attention under causal attention's bounds: too much is read and multiplied."""
     op = next(op for op in meter.measures() if op.name.startswith("attention fwd"))
     q, k = torch.randn(1, 256, 2, 64).bfloat16(), torch.randn(1, 256, 1, 64).bfloat16()
-    wrong = Measure(
-        "full",
-        lambda: attention.attention_fwd(q, k, k, causal=False, impl="triton"),
-        op.least,
-        op.limit,
-        products=op.products,
-    )
+    call = partial(attention.attention_fwd, q, k, k, causal=False, impl="triton")
+    wrong = Measure("full", call, op.least, op.limit, products=op.products)
     moves, multiplies = measure(wrong).failures()
     assert "full moves" in moves
     assert "full multiplies" in multiplies
@@ -187,16 +182,14 @@ def test_between_ranks_moves_what_the_algorithm_says_and_nothing_more(world, S, 
     wire = torch.finfo(reference.compute_dtype(a)).bits // 8
     others = world - 1
     gathered, output = world * S * K * dtype.itemsize, world * S * N * wire
-    plain = Epilogue()
-
-    steps = [function.all_gather_gemm_steps(x, b, m, plain) for m in symmetric]
-    assert _remote(symmetric, steps) == [meter.Flow(read=gathered * others // world)] * world
-
-    steps = [function.gemm_reduce_scatter_steps(a, b, m, plain) for m in symmetric]
-    assert _remote(symmetric, steps) == [meter.Flow(written=output * others // world)] * world
-
-    steps = [function.gemm_all_reduce_steps(a, b, m, plain) for m in symmetric]
-    assert _remote(symmetric, steps) == [meter.Flow(read=output * others)] * world
+    for make, left, flow in (
+        (function.all_gather_gemm_steps, x, meter.Flow(read=gathered * others // world)),
+        (function.gemm_reduce_scatter_steps, a, meter.Flow(written=output * others // world)),
+        (function.gemm_all_reduce_steps, a, meter.Flow(read=output * others)),
+    ):
+        assert (
+            _remote(symmetric, [make(left, b, m, Epilogue()) for m in symmetric]) == [flow] * world
+        )
 
 
 def test_a_peer_that_is_read_twice_is_found() -> None:

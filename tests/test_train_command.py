@@ -67,9 +67,7 @@ def rank(monkeypatch) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("port", "torchrun", "first"), [(None, False, True), (7, True, True), (None, True, False)]
 )
-def test_a_rank_handles_signals_before_it_joins_unless_torchrun_started_it(
-    rank, monkeypatch, port, torchrun, first
-):
+def test_a_rank_listens_before_it_joins_unless_torchruns(rank, monkeypatch, port, torchrun, first):
     for name in ("RANK", "WORLD_SIZE") if torchrun else ():
         monkeypatch.setenv(name, "1")
     assert train.train_rank(TrainConfig(), port) == 0
@@ -262,9 +260,7 @@ def test_the_memory_check_is_given_the_training_step_of_the_options(monkeypatch)
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("ahead", [False, True])
-def test_step_seconds_do_not_overlap_and_only_the_last_step_is_recorded(
-    monkeypatch, tmp_path, ahead
-):
+def test_step_times_do_not_overlap_and_only_the_last_step_is_recorded(monkeypatch, tmp_path, ahead):
     """The clock advances by a second whenever it is read: as a step begins, and as it ends."""
     now, recorded = [0.0], []
 
@@ -272,14 +268,12 @@ def test_step_seconds_do_not_overlap_and_only_the_last_step_is_recorded(
         now[0] += 1.0
         return now[0]
 
-    config = _config(
-        tmp_path, steps=4, eval_every=0, save_every=0, layers=1, timeline=tmp_path / "t.svg"
-    )
+    off = {"eval_every": 0, "save_every": 0}
+    config = _config(tmp_path, steps=4, layers=1, timeline=tmp_path / "t.svg", **off)
     trainer = _trainer(config)
     trainer.ahead = ahead
-    monkeypatch.setattr(
-        trainer_module, "write_measured", lambda _, marks, path: recorded.append((len(took), path))
-    )
+    record = lambda _, marks, path: recorded.append((len(took), path))  # noqa: E731
+    monkeypatch.setattr(trainer_module, "write_measured", record)
     monotonic = trainer_module.time.monotonic
     clock = SimpleNamespace(perf_counter=look, monotonic=monotonic)
     monkeypatch.setattr(trainer_module, "time", clock)
@@ -374,9 +368,8 @@ def test_of_processes_that_end_together_the_killed_ones_are_reported_first(monke
 
     monkeypatch.setattr(processes, "connection", SimpleNamespace(wait=wait))
     context = SimpleNamespace(Process=made)
-    monkeypatch.setattr(
-        processes, "multiprocessing", SimpleNamespace(get_context=lambda kind: context)
-    )
+    make = SimpleNamespace(get_context=lambda kind: context)
+    monkeypatch.setattr(processes, "multiprocessing", make)
     with pytest.raises(EOFError):
         processes._fork_as_told(pipe)
     assert sent[:5] == [(pid, None) for pid in range(5)]

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 import pytest
 import torch
+from refused import check
 
 import warpweave.train.command as train
 from warpweave.checkpoint import save_checkpoint
@@ -52,22 +53,16 @@ def test_a_command_starts_ranks_if_any_axis_or_server_or_restart_asks_for_it(cha
     [
         ({"outer": 2, "tp": 3}, 9, "outer=2 x dp=any x cp=1 x tp=3 x pp=1 has 6 ranks, but 9"),
         ({"dp": 4, "cp": 5}, 7, "mesh dp=4 x cp=5 x tp=1 x pp=1 has 20 ranks, but 7 were"),
-        (
-            {"dp": 2, "outer": 3, "pp": 5},
-            29,
-            "outer=3 x dp=2 x cp=1 x tp=1 x pp=5 has 30 ranks, but 29",
-        ),
+        ({"dp": 2, "outer": 3, "pp": 5}, 29,
+         "outer=3 x dp=2 x cp=1 x tp=1 x pp=5 has 30 ranks, but 29"),
         ({"dp": 2, "outer": 3, "pp": 5}, 30, None),
         ({"outer": 2, "tp": 3}, 12, None),
     ],
-)
+)  # fmt: skip
 def test_a_mesh_that_does_not_fit_is_named_with_all_its_axes(axes, ranks, words):
     config = TrainConfig(outer_every=4, **axes)
-    if words is None:
-        assert config.for_ranks(ranks).mesh.world == ranks
-        return
-    with pytest.raises(ValueError, match=words):
-        config.for_ranks(ranks)
+    check(lambda: config.for_ranks(ranks), words)
+    assert words or config.for_ranks(ranks).mesh.world == ranks
 
 
 def test_vocab_is_the_presets_unless_data_needs_more_or_an_option_sets_it():
@@ -120,30 +115,22 @@ def test_the_plans_fields_are_refused_of_workers_or_are_their_micro_batches():
     ("changes", "words"),
     [
         ({"tiles": Path("x.json")}, "--server workers do not read tile tables"),
-        (
-            {"compensation": 0.5},
-            "compensation = 0.5 needs delayed gradients, but staleness is 0; pass",
-        ),
+        ({"compensation": 0.5},
+         "compensation = 0.5 needs delayed gradients, but staleness is 0; pass"),
         ({"compensation": 0.5, "staleness": 1}, None),
         ({"compensation": 0.5, "staleness": "unbounded"}, None),
         ({"staleness": "unbounded"}, None),
         ({"dtype": "fp16"}, "dtype = fp16 needs loss scaling"),
         *(({"dtype": dtype}, None) for dtype in ("fp32", "bf16", "fp64", None)),
-        (
-            {"optimizer": "muon"},
-            "--server needs an elementwise optimizer, got muon",
-        ),
+        ({"optimizer": "muon"}, "--server needs an elementwise optimizer, got muon"),
         *(({"optimizer": rule}, None) for rule in ("adamw", "nadamw", "sgd")),
         ({"dp": 4}, None),
     ],
-)
+)  # fmt: skip
 def test_what_servers_can_do_is_told_before_they_start(changes, words):
     config = TrainConfig(**{"server": 2} | changes)
-    if words is None:
-        assert config.server_plan.servers == 2
-        return
-    with pytest.raises(ValueError, match=f"^{words}"):
-        _ = config.server_plan
+    check(lambda: config.server_plan, words and f"^{words}")
+    assert words or config.server_plan.servers == 2
 
 
 @pytest.mark.parametrize(
@@ -177,10 +164,8 @@ def test_servers_are_told_every_number_of_theirs():
 @pytest.mark.parametrize("impl", [None, "torch"])
 def test_a_rule_has_the_options_of_its_own_optimizer(dtype, impl):
     """Muon works in bf16 if the parameters have 16 bits."""
-    config = TrainConfig(
-        betas=(0.5, 0.75), eps=0.125, weight_decay=0.25, momentum=0.375, dtype=dtype, impl=impl
-    )
     numbers = {"betas": (0.5, 0.75), "eps": 0.125, "weight_decay": 0.25, "impl": impl}
+    config = TrainConfig(momentum=0.375, dtype=dtype, **numbers)
     low = torch.bfloat16 if dtype in ("bf16", "fp16") else None
     wanted = {
         "adamw": AdamW(**numbers),
@@ -195,8 +180,7 @@ def test_a_rule_has_the_options_of_its_own_optimizer(dtype, impl):
 
 
 def test_settings_hold_each_option_that_a_resumed_run_must_have():
-    """These are all that affect the weights, except data, seed and model,
-    which are compared separately."""
+    """These are all that affect the weights, except data, seed and model, compared separately."""
     changed: dict[str, Any] = {
         "steps": 7, "lr": 0.5, "lr_schedule": "wsd", "min_lr": 0.25, "warmup": 3, "decay": 0.75,
         "optimizer": "muon", "momentum": 0.5, "eps": 0.125, "weight_decay": 0.375, "clip": 0.0,
@@ -228,11 +212,9 @@ def test_settings_hold_each_option_that_a_resumed_run_must_have():
 )
 def test_an_option_of_an_outer_optimizer_needs_one(changes, what):
     assert TrainConfig(outer_every=4, **changes).outer_rule is not None
-    if what is None:
-        assert TrainConfig().outer_rule is None
-        return
-    with pytest.raises(ValueError, match=f"^{what} requires --outer-every, the steps between"):
-        _ = TrainConfig(**changes).outer_rule
+    words = what and f"^{what} requires --outer-every, the steps between"
+    check(lambda: TrainConfig(**changes).outer_rule, words)
+    assert what or TrainConfig().outer_rule is None
 
 
 @pytest.mark.parametrize(("layers", "fragments"), [(8, 8), (None, 4), (1, 1)])
@@ -284,12 +266,8 @@ def test_updates_boards_and_both_splits_are_looked_at_before_a_run(asked, change
 )
 @pytest.mark.usefixtures("asked")
 def test_a_momentum_is_less_than_one(momentum, fits):
-    config = TrainConfig(momentum=momentum, optimizer="sgd")
-    if fits:
-        config.check()
-        return
-    with pytest.raises(ValueError, match=rf"momentum must be in \[0, 1\), got {momentum}"):
-        config.check()
+    words = rf"momentum must be in \[0, 1\), got {momentum}"
+    check(TrainConfig(momentum=momentum, optimizer="sgd").check, None if fits else words)
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png", "json", "pdf", ""])
@@ -297,16 +275,11 @@ def test_a_momentum_is_less_than_one(momentum, fits):
 def test_a_timeline_gets_its_folder_once_it_is_of_a_kind_that_can_be_written(tmp_path, suffix):
     path = tmp_path / "a" / "b" / f"t.{suffix}".rstrip(".")
     config = TrainConfig(timeline=path)
-    if suffix in ("svg", "png", "json"):
-        for _ in range(2):  # it may already exist
-            config.check()
-        assert path.parent.is_dir()
-        return
-    with pytest.raises(
-        ValueError, match=r"a timeline's name must end in \.svg or \.png or \.json, got"
-    ):
-        config.check()
-    assert not list(tmp_path.iterdir())
+    fits = suffix in ("svg", "png", "json")
+    words = r"a timeline's name must end in \.svg or \.png or \.json, got"
+    for _ in range(2):  # the folder may already exist
+        check(config.check, None if fits else words)
+        assert path.parent.is_dir() == bool(list(tmp_path.iterdir())) == fits
 
 
 # ---------------------------------------------------------------- options without effect
@@ -315,18 +288,14 @@ def test_a_timeline_gets_its_folder_once_it_is_of_a_kind_that_can_be_written(tmp
 IDLE: tuple[tuple[str, Any, dict[str, Any], dict[str, Any]], ...] = (
     ("model", "toy", {"init_from": Path("run")}, {}),
     ("separator", 32, {"packed": False}, {"packed": True, "data": Path("text")}),
-    (
-        "separator", 49, {"packed": True, "data": Path("t.bin")},
-        {"packed": True, "data": Path("u.bin")},
-    ),
+    ("separator", 49, {"packed": True, "data": Path("t.bin")},
+     {"packed": True, "data": Path("u.bin")}),
     ("packed", True, {"data": Path("t.bin")}, {"data": Path("t.bin"), "separator": 3}),
     ("packed", True, {"data": Path("t.bin"), "separator": 49}, {"data": Path("text")}),
     ("packed", True, {"data": Path("text/a.txt")}, {}),
     ("rope_theta", 500.0, {"positions": "learned"}, {"model": "toy-llama"}),
-    (
-        "rope_theta", 500.0, {"positions": "rope", "windows": (8, 4), "local_rope_theta": 9.0},
-        {"positions": "rope", "windows": (8, 0), "local_rope_theta": 9.0},
-    ),
+    ("rope_theta", 500.0, {"positions": "rope", "windows": (8, 4), "local_rope_theta": 9.0},
+     {"positions": "rope", "windows": (8, 0), "local_rope_theta": 9.0}),
     ("local_rope_theta", 9.0, {"positions": "rope"}, {"positions": "rope", "windows": (8, 0)}),
     ("windows", (128, 0), {"seq_len": 128}, {"seq_len": 129}),
     ("norm_bias", False, {"norm": "rms"}, {"norm": "layer"}),
@@ -397,8 +366,7 @@ ALWAYS_SAMPLE = {
 
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> None:
-    """Make data of two files, token files with a vocabulary of 50 (t
-    without 49), models of 50, 51."""
+    """Make data of two files, token files with 50 words (t without the last), models of 50, 51."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
     for name in "abc":
@@ -430,9 +398,8 @@ def test_options_without_effect_are_named_and_only_then():
         seen = set()
         for name, value, others, effective in cases:
             config = with_options(usual, others | {name: value})
-            (line,) = (
-                x for x in idle_options.idle_lines(rows, config) if x.startswith(f"{name} = ")
-            )
+            lines = idle_options.idle_lines(rows, config)
+            (line,) = (x for x in lines if x.startswith(f"{name} = "))
             assert line.startswith(f"{name} = {value} has no effect: "), line
             assert "{" not in line
             assert name not in _idle(rows, with_options(usual, others)), (name, "is not given")
@@ -447,8 +414,7 @@ def test_options_without_effect_are_named_and_only_then():
 
 
 def test_asynchronous_schedules_have_an_effect_without_a_pipeline():
-    """PipeDream updates after each micro-batch, 2BW by gradients at the
-    weights of one update ago."""
+    """PipeDream updates after each micro-batch, 2BW by gradients at the weights one update ago."""
     for rows, usual in ((idle_options.TRAIN, TrainConfig()), (idle_options.PROVE, ProveConfig())):
         idle = {name: _idle(rows, with_options(usual, {"schedule": name})) for name in FAMILIES}
         assert {name for name, found in idle.items() if "schedule" not in found} == {

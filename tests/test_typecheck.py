@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from plants import instead, planted
+from refused import exits
 from rules import rulecheck
 from spmd_types import rules
 from spmd_types.rulecheck import RuleCheckError
@@ -72,6 +73,14 @@ OLMO = dataclasses.replace(LLAMA, norm_place="post", qk_norm=True, qk_norm_whole
 STYLES = {"gpt2": GPT2, "llama": LLAMA}
 ONE_LAYER = {name: dataclasses.replace(config, layers=1) for name, config in STYLES.items()}
 
+
+def refusal(fault: tuple, words: str, config: GPTConfig, mesh: Mesh, **options) -> str:
+    """Return the error for a program in which a fault is planted: place, name, replacement."""
+    with planted(instead(*fault)), pytest.raises(TypeError, match=words) as error:
+        typecheck(config, mesh, **options)
+    return str(error.value)
+
+
 # ---------------------------------------------------------------- valid programs
 
 
@@ -108,9 +117,8 @@ def test_head_norms_typecheck_if_gradients_are_summed_over_tensor_ranks(sp: bool
     )
     mesh = Mesh(dp=2, cp=2, tp=8)
     typecheck(config, mesh, sequence_parallel=sp)
-    wrong = planted(instead(GPT, "parameter_records", flipped("q_norm.weight")))
-    with wrong, pytest.raises(TypeError, match="in _turned"):
-        typecheck(config, mesh, sequence_parallel=sp)
+    wrong = GPT, "parameter_records", flipped("q_norm.weight")
+    refusal(wrong, "in _turned", config, mesh, sequence_parallel=sp)
 
 
 @pytest.mark.parametrize("sp", [False, True])
@@ -120,9 +128,8 @@ def test_norms_after_a_branch_and_caps_typecheck(config, sp: bool) -> None:
 
 
 def test_a_norm_over_all_heads_needs_the_sum_of_every_ranks_squares() -> None:
-    alone = planted(instead(tensor.norm, "reduce_from", lambda x, group: x))
-    with alone, pytest.raises(TypeError, match="in _turned"):
-        typecheck(dataclasses.replace(OLMO, layers=1), Mesh(dp=2, tp=8))
+    alone = tensor.norm, "reduce_from", lambda x, group: x
+    refusal(alone, "in _turned", dataclasses.replace(OLMO, layers=1), Mesh(dp=2, tp=8))
 
 
 def test_stages_of_the_largest_model_typecheck_in_full_size() -> None:
@@ -208,9 +215,8 @@ def composed_head(column):
 
     def apply(x, weight, labels, *, group, vocab_size, sequence_parallel, **_):
         z = column(x, weight, group=group, sequence_parallel=sequence_parallel)
-        return tensor.vocab_parallel_cross_entropy(
-            z, labels, group=group, vocab_size=vocab_size
-        ).sum()
+        cut = {"group": group, "vocab_size": vocab_size}
+        return tensor.vocab_parallel_cross_entropy(z, labels, **cut).sum()
 
     return apply
 
@@ -350,38 +356,28 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_collective_or_flag_less_is_refused_at_its_line(fault: str) -> None:
-    (place, name, replacement), style, sp, where = FAULTS[fault]
-    with (
-        planted(instead(place, name, replacement)),
-        pytest.raises(TypeError, match=r"stage 0 of Mesh") as error,
-    ):
-        typecheck(ONE_LAYER[style], Mesh(dp=64, cp=2, tp=8), sequence_parallel=sp)
-    code = where.__code__
-    found = re.findall(rf"{re.escape(code.co_filename)}:(\d+) in {code.co_name}", str(error.value))
-    assert {int(line) for line in found} & {line for *_, line in code.co_lines()}, error.value
+    plant, style, sp, where = FAULTS[fault]
+    mesh, code = Mesh(dp=64, cp=2, tp=8), where.__code__
+    error = refusal(plant, "stage 0 of Mesh", ONE_LAYER[style], mesh, sequence_parallel=sp)
+    found = re.findall(rf"{re.escape(code.co_filename)}:(\d+) in {code.co_name}", error)
+    assert {int(line) for line in found} & {line for *_, line in code.co_lines()}, error
     assert not dist.is_initialized()
 
 
 def test_context_ranks_alone_are_checked_too() -> None:
-    with (
-        planted(instead(LAYER, "context_attention", local_attention)),
-        pytest.raises(TypeError, match=r"stage 0 of Mesh") as error,
-    ):
-        typecheck(ONE_LAYER["gpt2"], Mesh(cp=2))
-    places = re.findall(r"([^/]+\.py):\d+ in (\w+)(?=, from /|: [A-Z])", str(error.value))
+    local = LAYER, "context_attention", local_attention
+    error = refusal(local, "stage 0 of Mesh", ONE_LAYER["gpt2"], Mesh(cp=2))
+    places = re.findall(r"([^/]+\.py):\d+ in (\w+)(?=, from /|: [A-Z])", error)
     here = places.index((Path(__file__).name, "local_attention"))  # innermost first
     assert places[here:][1:] == [("attention.py", "forward"), ("block.py", "forward")]
-    assert (here > 0, str(error.value).count("\n")) == (True, 0)
+    assert (here > 0, error.count("\n")) == (True, 0)
 
 
 def test_an_error_names_the_axis_of_the_mesh_that_is_checked() -> None:
     """This holds for any earlier check, in which these ranks were tensor ranks."""
     typecheck(ONE_LAYER["gpt2"], Mesh(dp=2, tp=2))
-    with (
-        planted(instead(LAYER, "context_attention", local_attention)),
-        pytest.raises(TypeError, match=r"on axis mesh_cp$"),
-    ):
-        typecheck(ONE_LAYER["gpt2"], Mesh(dp=2, cp=2))
+    local = LAYER, "context_attention", local_attention
+    refusal(local, r"on axis mesh_cp$", ONE_LAYER["gpt2"], Mesh(dp=2, cp=2))
 
 
 class _NoWayBack(torch.autograd.Function):
@@ -402,11 +398,8 @@ def test_the_backward_pass_runs_too() -> None:
     def row(*args, **options):
         return _NoWayBack.apply(tensor.row_parallel_linear(*args, **options))
 
-    with (
-        planted(instead(LINEAR, "row_parallel_linear", row)),
-        pytest.raises(TypeError, match="the way back was checked"),
-    ):
-        typecheck(ONE_LAYER["gpt2"], Mesh(tp=2))
+    fault = LINEAR, "row_parallel_linear", row
+    refusal(fault, "the way back was checked", ONE_LAYER["gpt2"], Mesh(tp=2))
 
 
 def test_what_a_stage_hands_on_is_held_to_what_the_next_one_takes() -> None:
@@ -419,16 +412,13 @@ def test_what_a_stage_hands_on_is_held_to_what_the_next_one_takes() -> None:
             gathered.append(True)
             return collectives.gather(super().forward(x, context), self.attention.mesh.group("tp"))
 
-    with (
-        planted(instead(warpweave.model.gpt, "TransformerBlock", Gathered)),
-        pytest.raises(TypeError, match="between the stage and its neighbors"),
-    ):
-        typecheck(GPT2, mesh, sequence_parallel=True)
+    fault = warpweave.model.gpt, "TransformerBlock", Gathered
+    refusal(fault, "between the stage and its neighbors", GPT2, mesh, sequence_parallel=True)
     assert gathered
-    with planted(instead(warpweave.layers.linear, "row_parallel_linear", plain_row)):
+    fault = LINEAR, "row_parallel_linear", plain_row
+    refusal(fault, "stage 1 of Mesh", GPT2, mesh, stages=range(1, 2))
+    with planted(instead(*fault)):
         typecheck(GPT2, mesh, stages=())
-        with pytest.raises(TypeError, match="stage 1 of Mesh"):
-            typecheck(GPT2, mesh, stages=range(1, 2))
 
 
 # ---------------------------------------------------------------- rules of the local Functions
@@ -520,34 +510,34 @@ def test_a_wrong_typing_rule_is_seen(wrong: type) -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    with (
-        planted(instead(warpweave.layers.linear, "row_parallel_linear", plain_row)),
-        pytest.raises(TypeError),
-    ):
-        typecheck(ONE_LAYER["llama"], Mesh(dp=3, tp=8))
+    fault = LINEAR, "row_parallel_linear", plain_row
+    refusal(fault, "stage 0 of Mesh", ONE_LAYER["llama"], Mesh(dp=3, tp=8))
     assert not dist.is_initialized()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         x = torch.ones(2)
         dist.all_reduce(x)
         assert x.tolist() == [1, 1]
-        with pytest.raises(RuntimeError, match="its own process group"):
+        with pytest.raises(RuntimeError, match="creates its own process group"):
             typecheck(GPT2, Mesh(tp=2))
     finally:
         dist.destroy_process_group()
     test_typing_rules_of_local_functions_hold(activation._Gated)
     typecheck(ONE_LAYER["gpt2"], Mesh(dp=3, tp=2))
+    typecheck(GPT2, Mesh())
+    assert not dist.is_initialized()
 
 
 def test_what_cannot_be_cut_and_what_is_missing_is_said_in_one_line() -> None:
-    for cp in (2, 4):  # Ulysses over all of the axis, and over a part of it
-        with pytest.raises(
-            ValueError,
-            match=r"^ulysses must be 1, got 2: the typechecker has a single context axis",
-        ):
-            typecheck(PRESETS["toy"], Mesh(cp=cp, ulysses=2))
-    with pytest.raises(ValueError, match=r"kv_heads \(8\) is not divisible by tp \(3\)"):
-        typecheck(GPT2, Mesh(tp=3))
+    single = "^ulysses must be 1, got 2: the typechecker has a single context axis"
+    for mesh, words in (
+        (Mesh(cp=2, ulysses=2), single),  # over all of the axis
+        (Mesh(cp=4, ulysses=2), single),  # over a part of it
+        (Mesh(tp=3), r"kv_heads \(8\) is not divisible by tp \(3\)"),
+        (Mesh(pp=3), r"number of pipeline stages \(3\), got 2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            typecheck(GPT2, mesh)
     with (
         mock.patch.dict(sys.modules, {"spmd_types.types": None}),
         pytest.raises(ImportError, match="needs spmd_types; install the extra `typecheck`"),
@@ -573,7 +563,5 @@ def test_the_command_line(capsys: pytest.CaptureFixture) -> None:
     assert result["passed"] is False
     assert result["typechecked"] == 0
     assert "block.py:" in result["error"]
-    with pytest.raises(SystemExit) as exit:
-        main(["--typecheck", "--model", "gpt5"])
-    assert exit.value.code == 2
-    assert "model must be one of toy, small" in capsys.readouterr().err
+    error = exits(lambda: main(["--typecheck", "--model", "gpt5"]), capsys)
+    assert "model must be one of toy, small" in error

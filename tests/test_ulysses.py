@@ -27,22 +27,13 @@ from warpweave.parallel.layout import SequenceLayout, balance
 Tensors = tuple[torch.Tensor, ...]
 
 
-def emulate(
-    case: Case,
-    degree: int,
-    options: AttentionOptions | None = None,
-    sinks: torch.Tensor | None = None,
-    *,
-    overlap: bool = True,
-) -> Tensors:
+def emulate(case: Case, degree: int, options=None, sinks=None, *, overlap=True) -> Tensors:
     """Return the whole o, lse, dq, dk, dv of ranks, with a Ulysses degree of `degree`."""
     ranks = range(case.layout.parts)
     shards = [case.shard(rank) for rank in ranks]
     options = checked(options or AttentionOptions(case.causal), *shards[0][0], sinks)
-    given = {
-        "split": ulysses.HeadSplit(case.layout, degree, case.heads, case.kv_heads),
-        "options": options,
-    }
+    split = ulysses.HeadSplit(case.layout, degree, case.heads, case.kv_heads)
+    given = {"split": split, "options": options}
     how = {"inner": degree, "overlap": overlap}
     forward = messages.run_in_process(
         [ulysses.ulysses_forward(r, *shards[r][0], sinks=sinks, **given) for r in ranks], **how
@@ -59,17 +50,14 @@ def emulate(
 # ------------------------------------------------------------------ 1. exactness
 
 
+OTHER_HEADS = (8, 8), (8, 1), (10, 2), (12, 4)
 RANKS = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 6), (1, 8), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2)]
 
 
 @pytest.mark.parametrize(
     ("ring", "degree", "heads", "kv_heads"),
     [(*ranks, *heads) for ranks in RANKS for heads in ((8, 2), (9, 3))]
-    + [
-        (*ranks, *heads)
-        for ranks in ((1, 4), (2, 3), (3, 2))
-        for heads in ((8, 8), (8, 1), (10, 2), (12, 4))
-    ],
+    + [(*ranks, *heads) for ranks in ((1, 4), (2, 3), (3, 2)) for heads in OTHER_HEADS],
 )
 def test_it_equals_whole_attention(ring: int, degree: int, heads: int, kv_heads: int) -> None:
     """Covers heads divisible by the Ulysses degree, and heads that are not; copied KV heads."""
@@ -165,8 +153,7 @@ def test_messages_hold_an_odd_number_of_16_bit_elements_beside_fp32() -> None:
 
 @dataclass
 class _Sent:
-    """A counter of elements that ranks send one another by all-to-all,
-    without those to themselves."""
+    """A counter of elements that ranks send one another by all-to-all, except to themselves."""
 
     sizes: list[int]
 
@@ -210,10 +197,7 @@ _read = ulysses.HeadSplit.read
 FAULTS = {
     "dropout keyed by local heads": ("of_heads", lambda split, options, rank: options),
     "rows in the order of ranks": ("rows", property(_contiguous)),
-    "query heads read each other's KV heads": (
-        "read",
-        lambda split, rank: _read(split, rank)[::-1],
-    ),
+    "query heads read each other's KV heads": ("read", lambda *rank: _read(*rank)[::-1]),
 }
 
 
@@ -239,9 +223,8 @@ def _hybrid(rank: int, world: int, degree: int) -> None:
         inputs, cotangents = case.shard(rank)
         inputs = [x.clone().requires_grad_() for x in inputs]
         for strategy in ("hybrid", "auto"):
-            out = context_attention(
-                *inputs, layout=case.layout, group=pair, strategy=strategy, return_lse=True
-            )
+            how = {"group": pair, "strategy": strategy, "return_lse": True}
+            out = context_attention(*inputs, layout=case.layout, **how)
             got = *out, *torch.autograd.grad(out, inputs, cotangents)
             for a, b, dim in zip(got, case.truth(), (1, 2, 1, 1, 1)):
                 assert relative_error(a.detach(), case.layout.shard(b, rank, dim)) <= 1e-11

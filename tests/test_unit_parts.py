@@ -4,6 +4,7 @@ which rank orthogonalizes which matrix, and errors."""
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,13 +21,7 @@ from warpweave.parallel.data.optimizer import SGD, AdamW, LossScale, Muon, NAdam
 from warpweave.parallel.data.ordered import exact_sum
 from warpweave.parallel.data.outer import OuterRule
 from warpweave.parallel.data.reduce import end_to_end
-from warpweave.parallel.data.unit import (
-    Placement,
-    Unit,
-    make_unit,
-    version_age,
-    zero_placement,
-)
+from warpweave.parallel.data.unit import Placement, Unit, make_unit, version_age, zero_placement
 from warpweave.parallel.data.zero import ZeroOptimizer
 from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
 from warpweave.parallel.shard import Cut, ParamRecord
@@ -35,9 +30,7 @@ NAN = float("nan")
 F64 = torch.float64
 
 
-def _unit(
-    mesh: ConnectedMesh, *shapes: tuple[int, ...], zero: int = 0, dtype: torch.dtype = F64
-) -> Unit:
+def _unit(mesh: ConnectedMesh, *shapes: tuple[int, ...], zero: int = 0, dtype=F64) -> Unit:
     """Make parameters p0, p1, ... of zeros."""
     params = [
         (ParamRecord(f"p{n}", shape), nn.Parameter(torch.zeros(shape, dtype=dtype)))
@@ -245,27 +238,19 @@ def _work(mesh: ConnectedMesh, matrices: list[tuple[tuple[int, int], tuple[int, 
 @pytest.mark.parametrize(
     ("mesh", "matrices", "work"),
     [
-        (
-            Mesh(dp=2, tp=2), [((n, n), (1,)) for n in (4, 8, 2, 8, 4, 4)],
-            [[(2, 2), (4, 4)], [(4, 4), (4, 4)], [(8, 8)], [(8, 8)]],
-        ),
+        (Mesh(dp=2, tp=2), [((n, n), (1,)) for n in (4, 8, 2, 8, 4, 4)],
+         [[(2, 2), (4, 4)], [(4, 4), (4, 4)], [(8, 8)], [(8, 8)]]),
         # A long matrix costs less than a square one, whichever side is the long one.
         (Mesh(dp=2), [((40, 2), (1,)), *[((8, 8), (1,))] * 2], [[(8, 8)], [(8, 8), (40, 2)]]),
         (Mesh(dp=2), [((2, 40), (1,)), *[((8, 8), (1,))] * 2], [[(2, 40), (8, 8)], [(8, 8)]]),
         # m x n with m <= n costs 3 m^2 n + m^3. So 10 x 10 is between 18 x 8 and 19 x 8,
-        (
-            Mesh(dp=2), [((3, 3), (1,)), ((18, 8), (1,)), ((10, 10), (1,))],
-            [[(3, 3), (18, 8)], [(10, 10)]],
-        ),
-        (
-            Mesh(dp=2), [((3, 3), (1,)), ((19, 8), (1,)), ((10, 10), (1,))],
-            [[(3, 3), (10, 10)], [(19, 8)]],
-        ),
+        (Mesh(dp=2), [((3, 3), (1,)), ((18, 8), (1,)), ((10, 10), (1,))],
+         [[(3, 3), (18, 8)], [(10, 10)]]),
+        (Mesh(dp=2), [((3, 3), (1,)), ((19, 8), (1,)), ((10, 10), (1,))],
+         [[(3, 3), (10, 10)], [(19, 8)]]),
         # and between two parts of 8 x 8 and a whole matrix of 16 x 8.
-        (
-            Mesh(dp=2), [((3, 3), (1,)), ((10, 10), (1,)), ((16, 8), (1, 1))],
-            [[(3, 3), (10, 10)], [(8, 8), (8, 8)]],
-        ),
+        (Mesh(dp=2), [((3, 3), (1,)), ((10, 10), (1,)), ((16, 8), (1, 1))],
+         [[(3, 3), (10, 10)], [(8, 8), (8, 8)]]),
     ],
 )  # fmt: skip
 def test_matrices_go_by_falling_cost_to_the_rank_with_the_least_work(mesh, matrices, work) -> None:
@@ -296,11 +281,8 @@ def _pair(name: str, **changes: Any) -> tuple[ParamRecord, nn.Parameter]:
 
 @rows(
     [
-        (
-            lambda: make_unit("u", [_pair("a"), _pair("b", sum_over="dp")], single()),
-            r"^unit u needs all its gradients summed over the same mesh axis, got "
-            r"\['data', 'dp'\]$",
-        ),
+        (lambda: make_unit("u", [_pair("a"), _pair("b", sum_over="dp")], single()),
+         r"^unit u needs all its gradients summed over the same mesh axis, got \['data', 'dp'\]$"),
         (lambda: _bn(bias=torch.zeros(2)), r"\] and bias\[C\], got x\[2, 3\] and bias\[2\]$"),
         (lambda: _bn(torch.zeros(3, 1)), r"weight\[C\], got x\[2, 3\] and weight\[3, 1\]$"),
         (lambda: _bn(torch.zeros(4)), r"weight\[C\], got x\[2, 3\] and weight\[4\]$"),
@@ -308,7 +290,7 @@ def _pair(name: str, **changes: Any) -> tuple[ParamRecord, nn.Parameter]:
         (lambda: _bn(torch.zeros(3), torch.zeros(3)), None),
         (lambda: _bn(bias=torch.zeros(3)), None),
     ]
-)
+)  # fmt: skip
 def test_refusals(call, words) -> None:
     check(call, words)
 
@@ -321,10 +303,8 @@ def _bn(weight: torch.Tensor | None = None, bias: torch.Tensor | None = None) ->
 def _of_replicas(mesh: ConnectedMesh) -> None:
     words = "^unit u: the ordered reduction of gradients does not support hybrid sharding"
     for zero in range(4):
-        check(
-            lambda zero=zero: make_unit("u", [_pair("a")], mesh, zero=zero, ordered=True),
-            words if zero else None,
-        )
+        make = partial(make_unit, "u", [_pair("a")], mesh, zero=zero, ordered=True)
+        check(make, words if zero else None)
 
 
 def test_replicas_of_shards_are_not_summed_in_order() -> None:
@@ -359,8 +339,7 @@ def test_moments_that_are_there_stay_and_the_others_are_zeros() -> None:
 
 
 def _joined(mesh: ConnectedMesh) -> None:
-    """Test that only gradients of one group and one dtype are joined,
-    each kind in the given order."""
+    """Only gradients of one group and one dtype are joined, each kind in the given order."""
     data = [_unit(mesh, (3,), (5, n), dtype=dtype) for n in (1, 2) for dtype in (F64, torch.half)]
     own = _pair("own", sum_over="dp")
     units = [*data, make_unit("dp", [own], mesh), make_unit("dp too", [own], mesh)]
@@ -368,10 +347,8 @@ def _joined(mesh: ConnectedMesh) -> None:
     sizes = [x.nbytes for x in flats]
     end_to_end([unit.gradients for unit in units])
     homes = [unit.gradients.flat.untyped_storage() for unit in units]
-    assert [home.nbytes() for home in homes] == [
-        sizes[0] + sizes[2], sizes[1] + sizes[3], *[sizes[0] + sizes[2], sizes[1] + sizes[3]],
-        sizes[4] + sizes[5], sizes[4] + sizes[5],
-    ]  # fmt: skip
+    joined = [(0, 2), (1, 3), (0, 2), (1, 3), (4, 5), (4, 5)]
+    assert [home.nbytes() for home in homes] == [sizes[a] + sizes[b] for a, b in joined]
     assert [unit.gradients.flat.dtype for unit in units] == [x.dtype for x in flats]
     pairs = [(a, b) for a in range(6) for b in range(6)
              if units[a].gradients.is_before(units[b].gradients)]  # fmt: skip
@@ -390,9 +367,8 @@ def test_an_exact_sum_takes_all_of_a_long_piece(squares: bool, monkeypatch) -> N
     terms = torch.randn(1001, generator=torch.Generator().manual_seed(5))
     whole = exact_sum([terms[:1], terms[1:]], [], terms, squares=squares)
     monkeypatch.setattr(ordered, "_CHUNK", 7)
-    assert all(
-        map(torch.equal, whole, exact_sum([terms[:1], terms[1:]], [], terms, squares=squares))
-    )
+    again = exact_sum([terms[:1], terms[1:]], [], terms, squares=squares)
+    assert all(map(torch.equal, whole, again))
 
 
 def test_recomputing_ends_where_it_began_nested_and_after_an_error() -> None:
@@ -413,9 +389,8 @@ def test_recomputing_ends_where_it_began_nested_and_after_an_error() -> None:
 @pytest.mark.parametrize("shape", [(5, 3), (4, 3, 2), (1, 3), (0, 3, 2), (2, 3, 1, 4)])
 def test_moments_are_those_of_the_samples_and_have_no_gradient(shape: tuple[int, ...]) -> None:
     """They have at least 32 bits; with no sample or one sample, there is no deviation."""
-    x = torch.randn(
-        shape, generator=torch.Generator().manual_seed(2), dtype=F64, requires_grad=True
-    )
+    draw = torch.Generator().manual_seed(2)
+    x = torch.randn(shape, generator=draw, dtype=F64, requires_grad=True)
     for dtype, wide, near, rounding in (
         (F64, F64, 1e-14, 1e-14), (torch.bfloat16, torch.float32, 1e-6, 2**-8),
     ):  # fmt: skip

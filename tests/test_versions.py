@@ -20,17 +20,14 @@ class Machine:
         line = " ".join(map(str, command))
         self.asked.append(line)
         failed = any(word in line for word in self.fails)
-        return SimpleNamespace(
-            returncode=int(failed), stdout=json.dumps({"torch": "2.13.0"}), stderr="no such version"
-        )
+        said = {"stdout": json.dumps({"torch": "2.13.0"}), "stderr": "no such version"}
+        return SimpleNamespace(returncode=int(failed), **said)
 
 
 def test_oldest_set_is_every_declared_floor():
     given = versions.requirements("oldest")
-    floors = [
-        *versions.project()["dependencies"],
-        *versions.project()["optional-dependencies"]["hf"],
-    ]
+    project = versions.project()
+    floors = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
     assert all(">=" in line for line in floors)
     assert {line.replace(">=", "==") for line in floors} <= {*given}
     assert not any(">=" in line for line in given)

@@ -178,11 +178,8 @@ def test_pipeline_refuses_what_does_not_fit():
         (tied, {}, r"stage 1 shares \S+ with stage 0"),
         ([], {}, r"the number of modules \(0\) must be a positive multiple of pp = 1"),
         (stages(1), {"schedule": "pipedream"}, "pipedream updates .* choose one of v-half, "),
-        (
-            stages(1),
-            {"schedule": "1F1B"},
-            r"schedule must be one of v-half, (?!.*pipedream).*'1f1b'",
-        ),
+        (stages(1), {"schedule": "1F1B"},
+         r"schedule must be one of v-half, (?!.*pipedream).*'1f1b'"),
         (stages(3), {"schedule": "1f1b"}, "1f1b needs 1 modules on pp = 1, got 3"),
         (stages(1), {"schedule": "zb-v"}, "zb-v needs 2 modules on pp = 1, got 1"),
         (stages(1), {"loss": nn.MSELoss}, r"loss must be a function .* got <class .*MSELoss"),
@@ -191,17 +188,12 @@ def test_pipeline_refuses_what_does_not_fit():
         ([Block().to("meta")], {}, "is on the meta device; materialize"),
         ([Block()], {"microbatches": 2.0}, "microbatches must be an integer, got 2.0"),
         ([Block(), Block().double()], {}, "float64 parameters cannot be mixed"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             Pipeline(modules, one, **{"loss": loss_of, "schedule": "interleaved", **options})
     pipeline = Pipeline(stages(1), one, loss=loss_of, microbatches=4)
-    replicas = Mesh(outer=2).seen_from(0)
     with pytest.raises(ValueError, match="Pipeline needs outer = 1, got 2"):
-        Pipeline(stages(1), replicas, loss=loss_of)
-    with pytest.raises(ValueError, match="Zero needs pp = 1 and outer = 1, got 1 and 2"):
-        Zero(Block(), replicas)
-    with pytest.raises(ValueError, match="mesh must be connected"):
-        Zero(Block(), Mesh())
+        Pipeline(stages(1), Mesh(outer=2).seen_from(0), loss=loss_of)
     with pytest.raises(ValueError, match=r"divisible by microbatches = 4"):
         pipeline.step(batch, batch, lr=LR)
     pipeline.step(batch[:4], batch[:4], lr=LR)
@@ -236,9 +228,8 @@ def _zero(rank: int, sizes: dict, stage: int, recompute: bool, microbatches: int
             evaluated.append(model_loss(model, tokens[0]).item())
     held = sum(u.parameters.flat.untyped_storage().nbytes() for u in zero.units)
     weights = gathered(zero)
-    save_checkpoint(
-        folder, STEPS, zero.tensors(), config={}, state=zero.state(), group=mesh.group("world")
-    )
+    more = {"config": {}, "state": zero.state(), "group": mesh.group("world")}
+    save_checkpoint(folder, STEPS, zero.tensors(), **more)
     other = Zero(seeded(lambda: Model(), 9).double(), mesh, stage=(stage + 2) % 4)
     saved = open_checkpoint(f"{folder}/step_{STEPS:08d}")
     other.load(saved.tensor)
@@ -253,13 +244,9 @@ def _zero(rank: int, sizes: dict, stage: int, recompute: bool, microbatches: int
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("sizes", "recompute", "microbatches"),
-    [
-        ({}, True, 2),
-        ({"dp": 2}, False, 1),
-        ({"dp": 2}, True, 2),
-        ({"dp": 4, "dp_shard": 2}, False, 2),
-    ],
-)
+    [({}, True, 2), ({"dp": 2}, False, 1), ({"dp": 2}, True, 2),
+     ({"dp": 4, "dp_shard": 2}, False, 2)],
+)  # fmt: skip
 def test_zero_trains_as_one_plain_device(tmp_path, sizes, recompute, microbatches, stage):
     replicas = sizes.get("dp", 1)
     plain = seeded(Model, 0).double()
@@ -352,19 +339,18 @@ def test_zero_refuses_what_does_not_fit():
         (lambda: Zero(nested, one, stage=4), "the ZeRO stage must be one of 0, 1, 2, 3, got 4"),
         (lambda: Zero(nested, one, clip=-1.0), "clip must be positive, or None"),
         (lambda: Zero(nested, one, stage="3"), "the ZeRO stage must be one of 0, 1, 2, 3, got '3'"),
-        (
-            lambda: Zero(nested, one, rule=torch.optim.AdamW),
-            r"rule must be .* as AdamW\(\), got <class",
-        ),
+        (lambda: Zero(nested, one, rule=torch.optim.AdamW),
+         r"rule must be .* as AdamW\(\), got <class"),
         (lambda: Zero(nested, one, blocks=[nested[0], nested[0][0]]), "is a block inside a block"),
         (lambda: Zero(nn.Tanh(), one), "has no parameter that requires a gradient"),
         (lambda: Zero(Opaque(), one).model(torch.ones(1, 2)), "returned a set in which no tensor"),
         (lambda: Zero(Block().to("meta"), one), "is on the meta device"),
-        (
-            lambda: Zero(Block(), one).step(LR),
-            r"before zero.step\(\) must be microbatches = 1, got 0",
-        ),
-    ):
+        (lambda: Zero(Block(), Mesh()), "mesh must be connected"),
+        (lambda: Zero(Block(), Mesh(outer=2).seen_from(0)),
+         "Zero needs pp = 1 and outer = 1, got 1 and 2"),
+        (lambda: Zero(Block(), one).step(LR),
+         r"before zero.step\(\) must be microbatches = 1, got 0"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             make()
 
@@ -373,9 +359,8 @@ def test_zero_refuses_a_backward_after_which_its_own_step_was_forgotten():
     zero = Zero(nn.Linear(2, 2), Mesh().connect(), microbatches=2)
     for _ in range(2):
         zero.model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(
-        RuntimeError, match=r"before zero.step\(lr\) must be microbatches = 2, got 3"
-    ):
+    words = r"before zero.step\(lr\) must be microbatches = 2, got 3"
+    with pytest.raises(RuntimeError, match=words):
         zero.model(torch.ones(1, 2)).sum().backward()
     assert zero.step(LR).isfinite()
 
@@ -536,9 +521,7 @@ def _sequential(rank: int) -> dict[str, list[float]]:
     for how in ("shared", "dropout"):
         made = seeded(lambda how=how: _two_stages(how))
         pipeline = Pipeline(made, mesh, loss=loss_of, recompute=how == "dropout", zero=0)
-        torch.manual_seed(5)
-        losses = [pipeline.step(x, y, lr=LR).loss.item() for x, y in batches()]
-        found[how] = losses
+        found[how] = [pipeline.step(x, y, lr=LR).loss.item() for x, y in batches()]
     return found
 
 
@@ -553,18 +536,6 @@ def _two_stages(how: str) -> list[nn.Module]:
 def test_children_of_a_sequential_may_be_shared_and_dropout_recomputed():
     for how in ("shared", "dropout"):
         plain = nn.Sequential(*seeded(lambda how=how: _two_stages(how)))
-        optimizer = torch.optim.AdamW(
-            [{"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.1},
-             {"params": [p for p in plain.parameters() if p.ndim < 2], "weight_decay": 0.0}],
-            lr=LR, betas=(0.9, 0.95), eps=1e-8,
-        )  # fmt: skip
-        torch.manual_seed(5)
-        losses = []
-        for x, y in batches():
-            loss = loss_of(plain(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+        losses = trained(plain, batches())["losses"]
         for found in run_ranks(2, _sequential):
             torch.testing.assert_close(found[how], losses, rtol=1e-10, atol=0)

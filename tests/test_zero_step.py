@@ -31,13 +31,7 @@ def _draw(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def _unit(
-    mesh: ConnectedMesh,
-    zero: int = 0,
-    dtype: torch.dtype = torch.float64,
-    sum_over: str = "data",
-    ordered: bool = False,
-) -> Unit:
+def _unit(mesh, zero=0, dtype=torch.float64, sum_over="data", ordered=False) -> Unit:
     """Make a matrix, a vector without decay, and one of which tensor ranks have partial sums."""
     partial = ("tp",) if mesh.size("tp") > 1 else ()
     records = [
@@ -57,21 +51,16 @@ def _gradients(unit: Unit, seed: int, scale: float = 1.0, bad: float | None = No
 
 def _state(unit: Unit, optimizer: ZeroOptimizer) -> list[torch.Tensor]:
     """Return everything that a step may change."""
-    scale = optimizer.loss_scale
-    return [
-        x.clone()
-        for x in (
-            unit.state.master, unit.state.param, *unit.state.moments.values(), optimizer.count,
-            *(() if scale is None else (scale.value, scale.good_steps)),
-        )
-    ]  # fmt: skip
+    state, scale = unit.state, optimizer.loss_scale
+    of_scale = () if scale is None else (scale.value, scale.good_steps)
+    held = state.master, state.param, *state.moments.values(), optimizer.count, *of_scale
+    return [x.clone() for x in held]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 @pytest.mark.parametrize("name", RULES)
 def test_a_halted_step_or_one_not_finite_changes_nothing_and_is_not_counted(name, dtype) -> None:
-    """Covers every combination of both; only a gradient that is not
-    finite halves the loss scale."""
+    """Covers every combination of both; only a gradient not finite halves the loss scale."""
     unit, scaled = _unit(single(), dtype=dtype), dtype == torch.float16
     scale = LossScale(64.0, interval=2) if scaled else None
     optimizer = ZeroOptimizer([unit], single(), RULES[name], clip=0.5, loss_scale=scale)

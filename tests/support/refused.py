@@ -39,6 +39,14 @@ def one_line(error: pytest.ExceptionInfo) -> str:
     return message
 
 
+def exits(call: Callable[[], object], capsys: pytest.CaptureFixture, code: int = 2) -> str:
+    """Return what `call` prints to stderr as it ends the process with this exit status."""
+    with pytest.raises(SystemExit) as end:
+        call()
+    assert end.value.code == code
+    return capsys.readouterr().err.strip()
+
+
 class Table(NamedTuple):
     """A valid call with these keywords; `rows` change some of them."""
 
