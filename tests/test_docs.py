@@ -225,3 +225,12 @@ def test_every_file_that_a_page_names_is_there(page) -> None:
             found = [place for place in places if place.exists()]
             assert found, f"{name}: {line}"
             beside = found[0].parent
+
+
+def test_readme_and_home_page_state_the_same_hardware() -> None:
+    for page in (ROOT / "README.md", DOCS / "index.md"):
+        text = page.read_text().replace("\n", " ")
+        status = re.search(r"\*\*Status, .*?\*\*.*?  ", text)[0]
+        for words in ("CPU ranks", "A100, H100, and B200", "run on one H100"):
+            assert words in status, page
+        assert "on CPUs so far" not in text, page

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -21,13 +22,13 @@ from warpweave.data import write_token_file
 from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
 from warpweave.machine.tune.aot import TARGETS
 from warpweave.machine.tune.options import TuneConfig
-from warpweave.model.config import PRESETS, ParallelPlan
+from warpweave.model.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.model.gpt import GPT
 from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, NAdamW
 from warpweave.parallel.schedule import FAMILIES
 from warpweave.parallel.server.server import ServerPlan
 from warpweave.prove import ProveConfig
-from warpweave.train import boards, idle_options
+from warpweave.train import boards, idle_options, option_kinds
 from warpweave.train.options import GPTOverrides, TrainConfig
 from warpweave.train.sample_options import SampleConfig
 
@@ -465,3 +466,18 @@ def test_an_option_takes_each_word_that_there_is():
         kind = get_type_hints(config)[name]
         words = get_args(next(k for k in (kind, *get_args(kind)) if get_origin(k) is Literal))
         assert sorted(words) == sorted(wanted), (config.__name__, name)
+
+
+def test_options_are_pickled_for_ranks_on_python_3_12_and_later(monkeypatch):
+    """There, make_dataclass itself sets __module__, to the module that calls it."""
+    config = TrainConfig(overrides=GPTOverrides(seq_len=9))
+    assert pickle.loads(pickle.dumps(config)) == config
+    make = dataclasses.make_dataclass
+
+    def make_later(*args, **options):
+        made = make(*args, **options)
+        made.__module__ = options.get("module") or option_kinds.__name__
+        return made
+
+    monkeypatch.setattr(dataclasses, "make_dataclass", make_later)
+    assert option_kinds.overrides_of(GPTConfig, __name__).__module__ == __name__

@@ -76,3 +76,21 @@ def test_an_interpreter_of_this_version_is_found():
         program = "import sys; print(f'3.{sys.version_info.minor}')"
         done = subprocess.run([path, "-c", program], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == name
+
+
+def test_install_page_lists_each_supported_python_and_set_of_libraries():
+    """`make versions` and `make pythons` print these rows."""
+    page = (versions.ROOT / "docs" / "install.md").read_text()
+    rows = [re.split(r" *\| *", line)[1:-1] for line in re.findall(r"^\| 3\.\d+ .*", page, re.M)]
+    tested = {(row[0], row[5]): dict(zip(versions.SHOWN, row[1:5], strict=True)) for row in rows}
+    text = (versions.ROOT / "constraints.txt").read_text()
+    pins = {name: re.search(rf"^{name}==([\d.]+)$", text, re.M)[1] for name in versions.SHOWN}
+    names = versions.supported()
+    for name in names:
+        assert tested[name, "all (pinned versions)"] == pins
+    oldest = tested[names[0], "all (minimum versions)"]
+    for line in versions.requirements("oldest"):
+        found = re.match(r"([\w-]+)==([\d.]+)", line)
+        if found and found[1] in oldest:
+            assert f"{oldest[found[1]]}.".startswith(f"{found[2]}.")
+    assert (names[-1], "all (versions without pins)") in tested
