@@ -69,9 +69,14 @@ class Attention(nn.Module):
         unused=("norm_place", "norm_bias", "recompute"), style=AttentionStyle, place=Place
     )
     def __init__(
-        self, embed_dim: int, num_heads: int, *, style: AttentionStyle, place: Place,
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        style: AttentionStyle,
+        place: Place,
         out_init: float = 0.02,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         kv_heads = num_heads if style.num_kv_heads is None else style.num_kv_heads
         self.mesh = connected(place.mesh)

@@ -31,11 +31,17 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1,
-        affine: bool = True, track_running_stats: bool = True,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
         mesh: ConnectedMesh | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         factory = {"device": device, "dtype": dtype}
         super().__init__(num_features, eps, momentum, affine, track_running_stats, **factory)
         self.mesh = connected(mesh)

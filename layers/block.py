@@ -37,9 +37,16 @@ class TransformerBlock(nn.Module):
 
     @fields_as_keywords(style=BlockStyle, place=Place)
     def __init__(
-        self, embed_dim: int, num_heads: int, hidden_dim: int, *, style: BlockStyle, place: Place,
-        site: int = 1, out_init: float = 0.02,
-    ) -> None:  # fmt: skip
+        self,
+        embed_dim: int,
+        num_heads: int,
+        hidden_dim: int,
+        *,
+        style: BlockStyle,
+        place: Place,
+        site: int = 1,
+        out_init: float = 0.02,
+    ) -> None:
         super().__init__()
         where = style.norm_place
         if where not in ("pre", "sandwich", "post"):

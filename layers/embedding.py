@@ -81,9 +81,15 @@ class PositionEmbedding(nn.Module):
     """
 
     def __init__(
-        self, seq_len: int, embedding_dim: int, *, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None, partial: bool = False, init: float = 0.02,
-    ) -> None:  # fmt: skip
+        self,
+        seq_len: int,
+        embedding_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        partial: bool = False,
+        init: float = 0.02,
+    ) -> None:
         super().__init__()
         shape = (seq_len, embedding_dim)
         summed = ("tp",) if partial else ()

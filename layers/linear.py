@@ -31,9 +31,15 @@ class _ParallelLinear(nn.Module):
     """Base class of both layers: parameters, records, and ``nn.Linear``'s initialization."""
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, shard_dim: int, init: float,
-        place: Place, matrices: tuple[int, ...] = (1,),
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        shard_dim: int,
+        init: float,
+        place: Place,
+        matrices: tuple[int, ...] = (1,),
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.mesh = connected(place.mesh)
@@ -122,9 +128,16 @@ class ColumnParallelLinear(_ParallelLinear):
 
     @fields_as_keywords("device", "dtype", unused=_UNUSED, place=Place)
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, place: Place,
-        gather_output: bool = False, init: float = 0.02, matrices: tuple[int, ...] = (1,),
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        place: Place,
+        gather_output: bool = False,
+        init: float = 0.02,
+        matrices: tuple[int, ...] = (1,),
+    ) -> None:
         super().__init__(in_features, out_features, bias, 0, init, place, matrices)
         self.gather_output = gather_output
 
@@ -162,9 +175,15 @@ class RowParallelLinear(_ParallelLinear):
 
     @fields_as_keywords("device", "dtype", unused=_UNUSED, place=Place)
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, place: Place,
-        input_is_parallel: bool = True, init: float = 0.02,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        place: Place,
+        input_is_parallel: bool = True,
+        init: float = 0.02,
+    ) -> None:
         super().__init__(in_features, out_features, bias, 1, init, place)
         self.input_is_parallel = input_is_parallel
 

@@ -34,9 +34,14 @@ class VocabParallelCrossEntropy(nn.Module):
     """
 
     def __init__(
-        self, vocab_size: int, *, label_smoothing: float = 0.0, z_loss: float = 0.0,
-        mesh: ConnectedMesh | None = None, impl: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        vocab_size: int,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        mesh: ConnectedMesh | None = None,
+        impl: str | None = None,
+    ) -> None:
         super().__init__()
         self.vocab_size, self.label_smoothing, self.z_loss = vocab_size, label_smoothing, z_loss
         self.mesh, self.impl = connected(mesh), check_impl(impl)
@@ -72,9 +77,15 @@ class VocabParallelLinearCrossEntropy(nn.Module):
 
     @fields_as_keywords(unused=("device", "dtype", "strategy", "recompute"), place=Place)
     def __init__(
-        self, vocab_size: int, *, label_smoothing: float = 0.0, z_loss: float = 0.0,
-        recompute: bool | None = None, softcap: float | None = None, place: Place,
-    ) -> None:  # fmt: skip
+        self,
+        vocab_size: int,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        recompute: bool | None = None,
+        softcap: float | None = None,
+        place: Place,
+    ) -> None:
         super().__init__()
         self.vocab_size, self.label_smoothing, self.z_loss = vocab_size, label_smoothing, z_loss
         self.recompute, self.softcap = recompute, softcap

@@ -44,9 +44,14 @@ class MLP(nn.Module):
         "activation", "bias", "device", "dtype", unused=("strategy",), style=MLPStyle, place=Place
     )
     def __init__(
-        self, embed_dim: int, hidden_dim: int, *, style: MLPStyle, place: Place,
+        self,
+        embed_dim: int,
+        hidden_dim: int,
+        *,
+        style: MLPStyle,
+        place: Place,
         out_init: float = 0.02,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         each = (1, 1) if find_activation(style.activation).gated else (1,)
         check_divides("hidden_dim", hidden_dim, connected(place.mesh).size("tp"))

@@ -25,9 +25,13 @@ class _Norm(nn.Module):
     """Base class of the norms. Parameters are replicated over tp unless `cuts` shards them."""
 
     def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float, place: Place,
-        offset: bool = False, cuts: tuple[Cut, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float,
+        place: Place,
+        offset: bool = False,
+        cuts: tuple[Cut, ...] = (),
+    ) -> None:
         super().__init__()
         mesh = connected(place.mesh)
         whole = isinstance(normalized_shape, int)
@@ -89,15 +93,23 @@ class RMSNorm(_Norm):
 
     @fields_as_keywords(unused=_UNUSED, place=Place)
     def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float = 1e-6, *, place: Place,
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-6,
+        *,
+        place: Place,
         offset: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(normalized_shape, eps, place, offset)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, *, x_bias: Tensor | None = None,
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        *,
+        x_bias: Tensor | None = None,
         drop: Drop | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """x[..., E] -> norm(x)[..., E]; with any other argument, (norm(s), s) where
         s = residual + dropout(x + x_bias), in one kernel."""
         terms = {"residual": residual, "x_bias": x_bias, "drop": drop}
@@ -147,17 +159,25 @@ class LayerNorm(_Norm):
 
     @fields_as_keywords(unused=_UNUSED, place=Place)
     def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, *, place: Place,
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        *,
+        place: Place,
         bias: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(normalized_shape, eps, place)
         if bias:
             self.bias = self._parameter("bias", "zeros", place)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, *, x_bias: Tensor | None = None,
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        *,
+        x_bias: Tensor | None = None,
         drop: Drop | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """x[..., E] -> norm(x)[..., E]; with any other argument, (norm(s), s) where
         s = residual + dropout(x + x_bias), in one kernel."""
         terms = {"residual": residual, "x_bias": x_bias, "drop": drop}

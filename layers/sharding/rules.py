@@ -261,10 +261,16 @@ def _group_norm(
 
 
 def _attention_rule(
-    attend: Callable[..., Tensor], query: Any, key: Any, value: Any, attn_mask: Any = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    attend: Callable[..., Tensor],
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
     enable_gqa: bool = False,
-) -> DTensor:  # fmt: skip
+) -> DTensor:
     """torch's attention of query[B, H, S, D], computed separately on each rank's part.
 
     Shards of the batch and the heads stay. If the sequence is sharded, each rank keeps its queries

@@ -72,9 +72,14 @@ class Style(ParallelStyle):
     outputs: Placement = Replicate()
 
     def __init__(
-        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None,
-        use_local_output: bool = True, overlap: str = "bulk", workspace: Workspace | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        overlap: str = "bulk",
+        workspace: Workspace | None = None,
+    ) -> None:
         super().__init__()
         self.input_layouts = self.inputs if input_layouts is None else input_layouts
         self.output_layouts = self.outputs if output_layouts is None else output_layouts

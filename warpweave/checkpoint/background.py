@@ -72,9 +72,12 @@ class BackgroundSaver:
         return isinstance(self._result, BaseException)
 
     def save(
-        self, folder: str | Path, step: int, tensors: Iterable[tuple[str, torch.Tensor]],
+        self,
+        folder: str | Path,
+        step: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Start to save a step, after the previous save is complete.
 
         Arguments are those of `save_checkpoint`, but `tensors` may be on any device, and you may

@@ -18,11 +18,18 @@ from warpweave.parallel.exchange import exchange
 
 
 def save_checkpoint(
-    folder: str | Path, step: int, tensors: Iterable[tuple[str, torch.Tensor]], *,
-    config: Mapping[str, Any], state: Mapping[str, Any], mesh: Mapping[str, Any] | None = None,
-    group: dist.ProcessGroup | None = None, shard_bytes: int = 1 << 30, keep: int = 3,
+    folder: str | Path,
+    step: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    config: Mapping[str, Any],
+    state: Mapping[str, Any],
+    mesh: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+    shard_bytes: int = 1 << 30,
+    keep: int = 3,
     spare: int | None = None,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write ``folder/step_<step>`` and return its path; every rank of `group` calls it.
 
     `tensors` yields (name, whole logical CPU tensor) for the names that this rank writes; each name

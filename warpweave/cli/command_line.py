@@ -22,9 +22,12 @@ _SAID = {"True": True, "False": False}
 
 
 def read_command_line(
-    kind: type[_Record], command: str, description: str | None, argv: Sequence[str] | None = None,
+    kind: type[_Record],
+    command: str,
+    description: str | None,
+    argv: Sequence[str] | None = None,
     default: _Record | None = None,
-) -> _Record:  # fmt: skip
+) -> _Record:
     """Read the options of ``warpweave COMMAND`` as a record `kind`. Exit with 2 on a wrong one.
 
     Options that are not given have their values in `default`.

@@ -38,11 +38,18 @@ Result = Tensor | tuple[Tensor, Tensor, None]
 
 
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Result:  # fmt: skip
+) -> Result:
     """softmax(scale q k^T + mask) v; differentiable.
 
     q[B, Sq, Hq, D], k and v[B, Sk, Hkv, D]; each KV head serves Hq / Hkv adjacent query heads.
@@ -63,11 +70,17 @@ def flash_attn_func(
 
 
 def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Result:  # fmt: skip
+) -> Result:
     """`flash_attn_func` with k and v in one tensor, kv[B, Sk, 2, Hkv, D]."""
     k, v = _unpacked("kv", kv, 2, 5)
     return flash_attn_func(
@@ -77,10 +90,16 @@ def flash_attn_kvpacked_func(
 
 
 def flash_attn_qkvpacked_func(
-    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
-) -> Result:  # fmt: skip
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
     """`flash_attn_func` with q, k and v in one tensor, qkv[B, S, 3, H, D]."""
     q, k, v = _unpacked("qkv", qkv, 3, 5)
     return flash_attn_func(
@@ -90,12 +109,23 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, block_table: Tensor | None = None,
-) -> Result:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
     """`flash_attn_func` for n packed sequences.
 
     Sequence j has the queries cu_seqlens_q[j] .. cu_seqlens_q[j + 1] - 1, and its keys likewise.
@@ -166,12 +196,21 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Result:  # fmt: skip
+) -> Result:
     """`flash_attn_varlen_func` with k and v in one tensor, kv[Tk, 2, Hkv, D]."""
     k, v = _unpacked("kv", kv, 2, 4)
     return flash_attn_varlen_func(
@@ -181,11 +220,18 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1),
-    softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Result:  # fmt: skip
+) -> Result:
     """`flash_attn_varlen_func` with q, k and v in one tensor, qkv[T, 3, H, D]."""
     q, k, v = _unpacked("qkv", qkv, 3, 4)
     return flash_attn_varlen_func(
@@ -196,14 +242,26 @@ def flash_attn_varlen_qkvpacked_func(
 
 @torch.no_grad()
 def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
-    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1),
-    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None,
-    num_splits: int = 0, return_softmax_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache; `k` and `v` are first written into it, in place.
 
     Args:
@@ -284,9 +342,14 @@ def flash_attn_with_kvcache(
 
 
 def _attend_at_the_end(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: Window, options: dict,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window_size: Window,
+    options: dict,
     first: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """(o, lse) of queries at the end of the keys; keys before row first[B] are hidden."""
     mask = _mask(causal, window_size, q.shape[1], k.shape[1])
     if first is not None:

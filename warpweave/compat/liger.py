@@ -57,10 +57,16 @@ class LigerRMSNorm(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-        init_fn: str = "ones", in_place: bool = True, row_mode: bool | None = None,
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
+        row_mode: bool | None = None,
         elementwise_affine: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         if casting_mode not in ("llama", "gemma", "none"):
             raise ValueError(
@@ -206,10 +212,17 @@ class _Loss(nn.Module):
     """Base class with the options of both losses."""
 
     def __init__(
-        self, weight: Tensor | None, ignore_index: int, lse_square_scale: float,
-        label_smoothing: float, reduction: str, softcap: float | None, return_z_loss: bool,
-        return_token_accuracy: bool, return_predicted_tokens: bool,
-    ) -> None:  # fmt: skip
+        self,
+        weight: Tensor | None,
+        ignore_index: int,
+        lse_square_scale: float,
+        label_smoothing: float,
+        reduction: str,
+        softcap: float | None,
+        return_z_loss: bool,
+        return_token_accuracy: bool,
+        return_predicted_tokens: bool,
+    ) -> None:
         super().__init__()
         _refuse_because("the kernel returns one sum", return_z_loss=return_z_loss)
         if not 0 <= label_smoothing <= 1:
@@ -300,11 +313,17 @@ class LigerCrossEntropyLoss(_Loss):
     """
 
     def __init__(
-        self, weight: Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
-        return_z_loss: bool = False, return_token_accuracy: bool = False,
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(
             weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
             return_z_loss, return_token_accuracy, return_predicted_tokens,
@@ -346,12 +365,19 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
     """
 
     def __init__(
-        self, ce_weight: Tensor | None = None, ignore_index: int = -100,
-        lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
-        softcap: float | None = None, return_z_loss: bool = False,
-        accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
-        return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> None:
         super().__init__(
             ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
             return_z_loss, return_token_accuracy, return_predicted_tokens,
@@ -405,9 +431,13 @@ def _largest(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def liger_rotary_pos_emb(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
     unsqueeze_dim: int = 1,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Rotate q[B, H, S, D] and k[B, Hkv, S, D] in pairs (i, i + D/2).
 
     Args:

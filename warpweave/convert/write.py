@@ -37,10 +37,14 @@ from warpweave.model.gpt import GPT
 
 
 def to_hf(
-    model: GPT | Engine | str | Path, folder: str | Path, *, like: str | Path | None = None,
-    tokenizer: str | Path | None = None, dtype: torch.dtype | None = None,
+    model: GPT | Engine | str | Path,
+    folder: str | Path,
+    *,
+    like: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    dtype: torch.dtype | None = None,
     shard_bytes: int = 5 << 30,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write a model as a folder that ``AutoModelForCausalLM.from_pretrained`` loads; return it.
 
     The folder also has a tokenizer that ``AutoTokenizer`` loads (if one is known),
@@ -134,9 +138,14 @@ def _config_json(config: GPTConfig, like: str | Path | None) -> tuple[str, dict[
 
 
 def _beside(
-    name: str, config: GPTConfig, kind: str, fields: dict[str, Any], files: dict[str, bytes],
-    source: str | Path | None, state: Mapping[str, Any],
-) -> dict[str, bytes]:  # fmt: skip
+    name: str,
+    config: GPTConfig,
+    kind: str,
+    fields: dict[str, Any],
+    files: dict[str, bytes],
+    source: str | Path | None,
+    state: Mapping[str, Any],
+) -> dict[str, bytes]:
     """Return the files besides config.json and the weights, with the tokenizer's `files`. Add the
     begin and end tokens to `fields`, unless `source`, where the fields come from, has this
     tokenizer and names them."""
@@ -178,9 +187,12 @@ def _of_gpt(gpt: GPT) -> Iterator[tuple[str, Tensor]]:
 
 
 def _write_files(
-    folder: Path, rank: int, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None,
+    folder: Path,
+    rank: int,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype | None,
     shard_bytes: int,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Write this rank's files; return them with their tensors' sizes, or {"error": the reason}."""
     files: dict[str, dict[str, int]] = {}
     waiting: dict[str, Tensor] = {}

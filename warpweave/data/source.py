@@ -15,10 +15,17 @@ TOKEN_FILES = (".bin", ".npy")  # suffixes of files with tokens instead of text
 
 
 def open_dataset(
-    source: str | Path | None = None, *, seq_len: int, seed: int = 0, split: str = "train",
-    tokenizer: str | Path | None = None, validation_fraction: float = 0.05, pattern: str = "*",
-    cache: str | Path | None = None, separator: int | None = None,
-) -> Dataset:  # fmt: skip
+    source: str | Path | None = None,
+    *,
+    seq_len: int,
+    seed: int = 0,
+    split: str = "train",
+    tokenizer: str | Path | None = None,
+    validation_fraction: float = 0.05,
+    pattern: str = "*",
+    cache: str | Path | None = None,
+    separator: int | None = None,
+) -> Dataset:
     """Open one split ("train", "validation" or "all") of a source (see the package's docstring).
 
     `tokenizer` is the path of a tokenizer JSON (default: bytes). `pattern` filters the file names

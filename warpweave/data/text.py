@@ -24,9 +24,12 @@ _LIBRARY_SKIPS = frozenset(
 
 
 def open_text(
-    path: Path | None, split: Split, tokenizer_path: str | Path | None, pattern: str,
+    path: Path | None,
+    split: Split,
+    tokenizer_path: str | Path | None,
+    pattern: str,
     cache: str | Path | None,
-) -> Corpus:  # fmt: skip
+) -> Corpus:
     """Open a file, a folder's files that match `pattern`, or (None) the standard library."""
     tokenizer = ByteTokenizer() if tokenizer_path is None else JsonTokenizer(tokenizer_path)
     if path is None:

@@ -62,11 +62,19 @@ class _Watched(NamedTuple):
 
 
 def attention_forward(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None,
-    s_aux: torch.Tensor | None = None, **rest: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    **rest: Any,
+) -> tuple[torch.Tensor, None]:
     """o[B, Sq, Hq, D] of query[B, Hq, Sq, D], key[B, Hkv, Sk, D] and value[B, Hkv, Sk, Dv].
 
     The mask determines what is visible, including the window; `sliding_window` is ignored, as in
@@ -121,9 +129,13 @@ def _is_torchs(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _attend_plainly(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask | None,
-    visible: Visible, scaling: float | None,
-) -> torch.Tensor:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Mask | None,
+    visible: Visible,
+    scaling: float | None,
+) -> torch.Tensor:
     """Attention by torch's own operator. The mask, of a `few` elements, is written out once for all
     layers."""
     if mask is not None and mask.seen is None:
@@ -137,9 +149,13 @@ def _attend_plainly(
 
 
 def _visible(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None,
-    is_causal: bool | None, across: Across | None,
-) -> Visible:  # fmt: skip
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool | None,
+    across: Across | None,
+) -> Visible:
     """The keys that the queries of this call see."""
     Sq, Sk, name = query.shape[2], key.shape[2], type(module).__name__
     if across is not None:

@@ -150,10 +150,15 @@ def _with_columns(
 
 
 def fused_loss(
-    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, form: LossForm,
-    num_items_in_batch: torch.Tensor | int | None = None, ignore_index: int = -100,
-    shift_labels: torch.Tensor | None = None, vocabulary: HeadVocabulary | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    form: LossForm,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    vocabulary: HeadVocabulary | None = None,
+) -> torch.Tensor:
     """`ForCausalLMLoss` of the logits that x[B, S, E] and weight[V, E] would give with `form`. The
     weight is [V/R, E] if a `vocabulary` is sharded. Context ranks, which all have the whole x,
     share the tokens."""

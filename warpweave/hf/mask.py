@@ -97,11 +97,17 @@ class _Pattern(NamedTuple):
 
 
 def make_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: int | torch.Tensor = 0,
-    kv_offset: int | torch.Tensor = 0, mask_function: Callable = masking_utils.causal_mask_function,
-    attention_mask: torch.Tensor | None = None, device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32, **rest: object,
-) -> Mask | None:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int | torch.Tensor = 0,
+    mask_function: Callable = masking_utils.causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **rest: object,
+) -> Mask | None:
     """The mask function that is registered together with our attention.
 
     Returns a `Mask`. Returns None if rows are positions and a query sees all keys, or all keys up
@@ -126,9 +132,12 @@ def make_mask(
 
 @torch.compiler.disable  # it reads closures and padding
 def _mask_of(
-    function: Callable, attention_mask: torch.Tensor | None, q_run: _Run, k_run: _Run,
+    function: Callable,
+    attention_mask: torch.Tensor | None,
+    q_run: _Run,
+    k_run: _Run,
     like: torch.Tensor,
-) -> Mask | None:  # fmt: skip
+) -> Mask | None:
     """`make_mask` for a mask function; the `Mask` has the shape and dtype of `like`."""
     batch_size, kv_length = len(like), like.shape[-1]
     end = max(sum(q_run), sum(k_run))
@@ -155,9 +164,12 @@ def _mask_of(
 
 @torch.compiler.disable
 def _mask_of_one(
-    function: Callable, attention_mask: torch.Tensor | None, q_offset: int | torch.Tensor,
-    kv_offset: int, like: torch.Tensor,
-) -> Mask:  # fmt: skip
+    function: Callable,
+    attention_mask: torch.Tensor | None,
+    q_offset: int | torch.Tensor,
+    kv_offset: int,
+    like: torch.Tensor,
+) -> Mask:
     """`make_mask` for one query. Its keys are computed on the device, without a host sync. Padding
     in the middle of a sample fails a device assertion, like an index out of range."""
     keys = like.shape[-1]

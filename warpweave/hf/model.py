@@ -30,11 +30,17 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def apply(
-    model: _Model, *, only: Collection[str] | None = None, dry: bool = False,
-    example: dict[str, torch.Tensor] | None = None, mesh: ConnectedMesh | None = None,
-    sequence_parallel: bool = False, overlap: str = "bulk", strategy: Strategy | Links = "auto",
+    model: _Model,
+    *,
+    only: Collection[str] | None = None,
+    dry: bool = False,
+    example: dict[str, torch.Tensor] | None = None,
+    mesh: ConnectedMesh | None = None,
+    sequence_parallel: bool = False,
+    overlap: str = "bulk",
+    strategy: Strategy | Links = "auto",
     report: Report | None = None,
-) -> _Model:  # fmt: skip
+) -> _Model:
     """Replace the forwards of a model's modules by warpweave's if both agree on a probe.
 
     With `mesh`, also shard the model over its tensor and context ranks. One norm or feed-forward
@@ -135,9 +141,13 @@ def _check_model(model: nn.Module, only: Collection[str] | None) -> set[str]:
 
 
 def _check_mesh(
-    model: nn.Module, kinds: set[str], mesh: ConnectedMesh | None, sequence_parallel: bool,
-    overlap: str, strategy: Strategy | Links,
-) -> Spread | None:  # fmt: skip
+    model: nn.Module,
+    kinds: set[str],
+    mesh: ConnectedMesh | None,
+    sequence_parallel: bool,
+    overlap: str,
+    strategy: Strategy | Links,
+) -> Spread | None:
     mesh = connected(mesh)
     check_overlap(overlap)
     check_strategy(strategy)

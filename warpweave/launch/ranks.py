@@ -28,9 +28,14 @@ _LINGER = {"gloo": SILENCE + 1.0, "nccl": 30.0}
 
 
 def launch(
-    entry: Callable[..., Any], args: tuple, mesh: Mesh, *, backend: str = "gloo",
-    max_restarts: int = 0, processes: Processes | None = None,
-) -> Any:  # fmt: skip
+    entry: Callable[..., Any],
+    args: tuple,
+    mesh: Mesh,
+    *,
+    backend: str = "gloo",
+    max_restarts: int = 0,
+    processes: Processes | None = None,
+) -> Any:
     """Run ``entry(*args, port)`` on every rank of `mesh` on this machine. Return rank 0's result.
 
     `port` is the port of the ranks' store in this process, for `join`. `entry` must be importable

@@ -84,9 +84,15 @@ class Metrics:
     """
 
     def __init__(
-        self, config: TrainConfig, session: Session, model: GPTConfig, step: int, *,
-        tokens_per_step: int, evaluates: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        config: TrainConfig,
+        session: Session,
+        model: GPTConfig,
+        step: int,
+        *,
+        tokens_per_step: int,
+        evaluates: bool = False,
+    ) -> None:
         self.session, self.model, self.dtype = session, model, config.dtype
         self.tokens_per_step = tokens_per_step
         self.folder = config.out

@@ -117,11 +117,19 @@ class Pipeline(Sharded):
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], mesh: ConnectedMesh, *,
-        loss: Callable[[Tensor, Tensor], Tensor], schedule: str = "1f1b", microbatches: int = 1,
-        zero: int = 0, rule: Rule | None = None, clip: float | None = None,
-        recompute: bool = False, timeout: float = 300.0,
-    ) -> None:  # fmt: skip
+        self,
+        modules: Sequence[nn.Module],
+        mesh: ConnectedMesh,
+        *,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        schedule: str = "1f1b",
+        microbatches: int = 1,
+        zero: int = 0,
+        rule: Rule | None = None,
+        clip: float | None = None,
+        recompute: bool = False,
+        timeout: float = 300.0,
+    ) -> None:
         mesh = connected(mesh)
         if mesh.size("outer") > 1:
             raise ValueError(f"Pipeline needs outer = 1, got {mesh.size('outer')}")
@@ -151,9 +159,14 @@ class Pipeline(Sharded):
         self._shape: torch.Size | None = None  # of a micro-batch's inputs
 
     def _segments(
-        self, stage: int, module: nn.Module, stages: int, mesh: ConnectedMesh, zero: int,
+        self,
+        stage: int,
+        module: nn.Module,
+        stages: int,
+        mesh: ConnectedMesh,
+        zero: int,
         recompute: bool,
-    ) -> list[Segment]:  # fmt: skip
+    ) -> list[Segment]:
         """Return the chain of a stage: one segment for each block."""
         blocks, segments = _blocks_of(module), []
         for number, block in enumerate(blocks):
@@ -173,9 +186,15 @@ class Pipeline(Sharded):
         return segments
 
     def _run(
-        self, path: str, children: Sequence[nn.Module], first: bool, last: bool, recompute: bool,
-        x: Tensor | None, batch: _Batch,
-    ) -> Output:  # fmt: skip
+        self,
+        path: str,
+        children: Sequence[nn.Module],
+        first: bool,
+        last: bool,
+        recompute: bool,
+        x: Tensor | None,
+        batch: _Batch,
+    ) -> Output:
         """Run a block: the first of all reads the inputs, the last of all returns the loss."""
         call = partial(_chain, path, children)
         given = batch.inputs if first else x

@@ -59,9 +59,14 @@ class Sharded:
     """
 
     def __init__(
-        self, units: Iterable[Unit], mesh: ConnectedMesh, rule: Rule, clip: float | None, *,
+        self,
+        units: Iterable[Unit],
+        mesh: ConnectedMesh,
+        rule: Rule,
+        clip: float | None,
+        *,
         divisor: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.units, self.mesh = list(units), mesh
         if not self.units:
             raise ValueError(f"rank {mesh.rank} has no parameter that requires a gradient")

@@ -213,9 +213,16 @@ class Zero(Sharded):
     """
 
     def __init__(
-        self, model: nn.Module, mesh: ConnectedMesh, *, stage: int = 3, rule: Rule | None = None,
-        blocks: Iterable[nn.Module] | None = None, clip: float | None = None, microbatches: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        mesh: ConnectedMesh,
+        *,
+        stage: int = 3,
+        rule: Rule | None = None,
+        blocks: Iterable[nn.Module] | None = None,
+        clip: float | None = None,
+        microbatches: int = 1,
+    ) -> None:
         mesh = connected(mesh)
         chosen = list(dict.fromkeys(_lists_in(model) if blocks is None else blocks))
         _check_zero(model, mesh, chosen, microbatches)

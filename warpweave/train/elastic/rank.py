@@ -74,9 +74,13 @@ class _Rank:
     connections: Connections
 
     def train(
-        self, generation: Generation, store: dist.Store, device: torch.device, own: dict,
+        self,
+        generation: Generation,
+        store: dist.Store,
+        device: torch.device,
+        own: dict,
         carried: Carried,
-    ) -> Carried:  # fmt: skip
+    ) -> Carried:
         """Train in a generation. Return the state, or end the process if the run is over."""
         mesh, rank = self.member.seat.among(generation.replicas)
         limit = self.config.timeout

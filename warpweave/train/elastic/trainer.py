@@ -73,9 +73,13 @@ class ElasticTrainer(Trainer):
     updates = False
 
     def __init__(
-        self, config: TrainConfig, session: Session, interrupt: Interrupt, member: Member,
+        self,
+        config: TrainConfig,
+        session: Session,
+        interrupt: Interrupt,
+        member: Member,
         carried: Carried,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.member, self._carried, self._leaves = member, carried, False
         self._row: Any = None  # the last step's row of metrics, and its seconds
         self._written = -1  # the step of the last checkpoint
