@@ -33,8 +33,9 @@ ROOMS = {
         ),
         "warpweave.train": (
             "boards option_kinds replicas state timeline < "
-            "export_options idle_options sample_options < options < batches lr_schedule metrics resume < "
-            "checks chosen not_finite server < export sample trainer < elastic < command"
+            "export_options idle_options sample_options < options < "
+            "batches lr_schedule metrics resume < checks chosen not_finite server < "
+            "export sample trainer < elastic < command"
         ),
         "warpweave.wrap": "units < pipeline zero",
         "warpweave.machine": "collectives tune < doctor",
