@@ -158,7 +158,7 @@ class Engine:
         labels: Tensor,
         sample_ids: Tensor,
         *,
-        key: int = 0,
+        key: int | Tensor = 0,
         documents: Tensor | None = None,
     ) -> None:
         """Feed the data of one step of an asynchronous schedule, as for `step`, without an update.
@@ -191,9 +191,9 @@ class Engine:
         labels: Tensor,
         sample_ids: Tensor,
         *,
-        lr: float | None,
-        key: int = 0,
-        interrupted: float = 0.0,
+        lr: float | Tensor | None,
+        key: int | Tensor = 0,
+        interrupted: float | Tensor = 0.0,
         documents: Tensor | None = None,
         halted: Tensor | None = None,
         on_action: OnAction | None = None,
@@ -213,6 +213,9 @@ class Engine:
             halted: 0-dim, equal on all ranks; if non-zero, no weight or state changes. Pass `stops`
                 of the previous step to begin a step before that was read.
             on_action: called before each action of this rank's list, as for `pipeline.execute`.
+
+        `lr`, `key` and `interrupted` may also be 0-dim tensors on the engine's device (float64,
+        int64, floating), whose values are not checked.
 
         With an outer optimizer (`data.outer`), losses and norm are means over its replicas. With an
         asynchronous schedule, the data and `key` belong to the step `passes.ahead` later (`feed`
@@ -235,9 +238,9 @@ class Engine:
         labels: Tensor,
         sample_ids: Tensor,
         *,
-        lr: float | None,
-        key: int = 0,
-        interrupted: float = 0.0,
+        lr: float | Tensor | None,
+        key: int | Tensor = 0,
+        interrupted: float | Tensor = 0.0,
         documents: Tensor | None = None,
         halted: Tensor | None = None,
         on_action: OnAction | None = None,
@@ -301,7 +304,7 @@ class Engine:
         labels: Tensor,
         sample_ids: Tensor,
         valid: Pending,
-        key: int,
+        key: int | Tensor,
         documents: Tensor | None,
     ) -> list[MicroBatch]:
         packed = [None] * len(tokens) if documents is None else documents
@@ -325,7 +328,7 @@ class Engine:
         return [of_mb for stage in self.stages.values() for of_mb in stage.losses.values()]
 
     def _start_global_losses(
-        self, own: list[Losses], interrupted: float = 0.0, square: Tensor | None = None
+        self, own: list[Losses], interrupted: float | Tensor = 0.0, square: Tensor | None = None
     ) -> Pending:
         """Start summing [each loss, a stage's `square`, `interrupted`] over the mesh, in a single
         message. Ordered sums add each loss separately, bitwise identical for any data ranks."""
@@ -347,7 +350,7 @@ class Engine:
             if self.plan.reduce == "ordered":
                 unit, total, _ = exact_sum(held, [world], sums)
                 exact.append(unit * total)
-        sums[-1] = float(interrupted)
+        sums[-1] = interrupted
         self.finite = sums.isfinite().all()
         if square is not None and self.mesh.index("data") == self.mesh.index("tp") == 0:
             sums[-2] = square  # only the first rank of a stage contributes

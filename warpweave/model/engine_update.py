@@ -82,7 +82,7 @@ class RankUpdate:
         self.square: Tensor | None = None
 
     def begin(
-        self, lr: float | None, halted: Tensor | None, start_losses: Callable[[], Pending]
+        self, lr: float | Tensor | None, halted: Tensor | None, start_losses: Callable[[], Pending]
     ) -> None:
         """Prepare a step. If `lr` is None, the step computes only the norm and keeps gradients."""
         self._lr, self._halted = lr, halted
