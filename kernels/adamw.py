@@ -134,14 +134,10 @@ def _adamw_kernel(
 
 def _adamw_torch(master, grad, m, v, param, step: AdamWStep, grad_scale, skip, decay) -> None:
     """torch's fused AdamW, without its grad_scale, which divides and overwrites the gradient."""
-    n, found_inf, lr = master.numel(), None, step.lr
+    n, lr = master.numel(), step.lr
+    found_inf = None if skip is None else (skip != 0).float()
     if isinstance(lr, torch.Tensor) and lr.is_cuda:  # torch reads fp32 there
         lr = lr.float()
-    if skip is not None and skip.device.type == "cpu":
-        if skip.item() != 0:  # no sync on a CPU
-            return
-    elif skip is not None:
-        found_inf = (skip != 0).float()
     plain = grad_scale is None and grad.dtype == m.dtype and param is None
     chunk = n if plain or master.device.type != "cpu" else _CHUNK
     for a in range(0, n, max(1, chunk)):
