@@ -75,6 +75,8 @@ def check_drop(drop: Drop | None, shape: torch.Size) -> Drop | None:
             f"drop.tokens must be int64{[*shape]}, one token index for each row, got {got}"
         )
     check_key(seed, site)
+    if isinstance(seed, torch.Tensor):
+        choose("torch", seed, tokens)  # one device
     if p == 0:
         return None
     return drop if tokens.shape == shape else drop._replace(tokens=tokens.reshape(shape))

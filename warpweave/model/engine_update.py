@@ -45,6 +45,12 @@ class StepResult:
     overflow: Tensor
     finite: Tensor
 
+    def clone(self) -> StepResult:
+        """A copy of all tensors."""
+        losses = {name: loss.clone() for name, loss in self.losses.items()}
+        rest = (self.norm, self.interrupts, self.overflow, self.finite)
+        return StepResult(losses, *(x.clone() for x in rest))
+
     @property
     def loss(self) -> Tensor:
         """The sum of all losses; the step uses its gradient."""

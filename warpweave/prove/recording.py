@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -105,6 +105,8 @@ class Recording(TorchDispatchMode):
         stack = self._patches
         stack.enter_context(_HostReads(self))
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", self._resizing(resize)))
+        if dist.is_available():
+            stack.enter_context(patch.object(dist.Work, "wait", _unseen(dist.Work.wait)))
         if HAS_TRITON:
             from triton.runtime.interpreter import InterpretedFunction
             from triton.runtime.jit import JITFunction
@@ -208,6 +210,17 @@ _COMPARED = (bool, int, float, complex, str, torch.dtype, torch.device, torch.la
 _COMPARED += (torch.memory_format,)
 
 
+def _unseen(wait: Callable[..., Any]) -> Callable[..., Any]:
+    """A work's `wait` whose operators are not recorded: gloo copies results there, NCCL does
+    not."""
+
+    def waited(work: dist.Work, *args: Any) -> Any:
+        with _disable_current_modes():
+            return wait(work, *args)
+
+    return waited
+
+
 class _HostReads(TorchFunctionMode):
     """Records the reads of a tensor that do not pass the dispatcher on a CPU."""
 
@@ -284,8 +297,9 @@ def differences(first: Recording, second: Recording) -> list[Difference]:
     if len(short.calls) < len(long.calls):
         extra = long.calls[len(short.calls)]
         names = ("nothing more", extra.name)
-        found[Difference("order", extra.name, extra.where, *names[:: 1 if short is first else -1])]\
-            = None
+        found[
+            Difference("order", extra.name, extra.where, *names[:: 1 if short is first else -1])
+        ] = None
     return list(found)
 
 
@@ -320,6 +334,10 @@ class PretendedGraph:
         self.recording = Recording(self._save)
         self._saved: list[tuple[torch.UntypedStorage, Tensor]] = []
 
+    def warm_up(self, step: Callable[[], Any]) -> Any:
+        """Run `step` and return its result."""
+        return step()
+
     def capture(self, step: Callable[[], Any]) -> Any:
         """Record `step` and return its result, whose tensors each replay sets.
 
@@ -328,7 +346,8 @@ class PretendedGraph:
         with self.recording:
             result = step()
         for storage, held in self._saved:
-            storage.resize_(len(held))
+            if storage.nbytes() != len(held):
+                storage.resize_(len(held))
             _bytes(storage).copy_(held)
         self._saved.clear()
         read = next((call for call in self.recording.calls if call.reads), None)
@@ -358,10 +377,3 @@ class PretendedGraph:
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     """The storage as uint8[n]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-@contextmanager
-def recorded() -> Iterator[Recording]:
-    """A context that records the calls inside it."""
-    with Recording() as recording:
-        yield recording
