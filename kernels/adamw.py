@@ -53,7 +53,7 @@ class AdamWStep(NamedTuple):
     """The numbers that all updates of one step share: the rates, and on a GPU the bias corrections.
     `begin_adamw` returns it; it is valid for that step only."""
 
-    lr: float
+    lr: float | torch.Tensor
     beta1: float
     beta2: float
     eps: float
@@ -65,6 +65,7 @@ class AdamWStep(NamedTuple):
 def _adamw_scalars_kernel(
     step_ptr,
     scalars_ptr,
+    lr_ptr,
     lr,
     lr_rest,
     WEIGHT_DECAY: tl.constexpr,
@@ -76,7 +77,10 @@ def _adamw_scalars_kernel(
     step = tl.maximum(tl.load(step_ptr).to(tl.float64), 1.0)
     correction1 = 1.0 - tl.exp2(step * LOG2_BETA1)
     correction2 = 1.0 - tl.exp2(step * LOG2_BETA2)
-    rate = tl.full((), 0.0, tl.float64) + lr + lr_rest
+    if lr_ptr is None:
+        rate = tl.full((), 0.0, tl.float64) + lr + lr_rest
+    else:
+        rate = tl.load(lr_ptr)
     tl.store(scalars_ptr, rate / correction1)
     tl.store(scalars_ptr + 1, tl.sqrt(correction2))
     tl.store(scalars_ptr + 2, 1.0 - rate * WEIGHT_DECAY)
@@ -130,12 +134,10 @@ def _adamw_kernel(
 
 def _adamw_torch(master, grad, m, v, param, step: AdamWStep, grad_scale, skip, decay) -> None:
     """torch's fused AdamW, without its grad_scale, which divides and overwrites the gradient."""
-    n, found_inf = master.numel(), None
-    if skip is not None and skip.device.type == "cpu":
-        if skip.item() != 0:  # no sync on a CPU
-            return
-    elif skip is not None:
-        found_inf = (skip != 0).float()
+    n, lr = master.numel(), step.lr
+    found_inf = None if skip is None else (skip != 0).float()
+    if isinstance(lr, torch.Tensor) and lr.is_cuda:  # torch reads fp32 there
+        lr = lr.float()
     plain = grad_scale is None and grad.dtype == m.dtype and param is None
     chunk = n if plain or master.device.type != "cpu" else _CHUNK
     for a in range(0, n, max(1, chunk)):
@@ -150,7 +152,7 @@ def _adamw_torch(master, grad, m, v, param, step: AdamWStep, grad_scale, skip, d
             [v[at]],
             [],
             [step.scalars],
-            lr=step.lr,
+            lr=lr,
             beta1=step.beta1,
             beta2=step.beta2,
             eps=step.eps,
@@ -208,7 +210,7 @@ def _adamw_update(
     half(master, grad, m, v, param, step, grad_scale, skip, decay)
 
 
-def _adamw_scalars_fake(step, lr, beta1, beta2, weight_decay, impl):
+def _adamw_scalars_fake(step, rate, lr, beta1, beta2, weight_decay, impl):
     return step.new_empty(
         () if impl == "torch" else 3, dtype=torch.float32 if impl == "torch" else torch.float64
     )
@@ -216,7 +218,13 @@ def _adamw_scalars_fake(step, lr, beta1, beta2, weight_decay, impl):
 
 @operator("adamw_scalars", _adamw_scalars_fake)
 def _adamw_scalars(
-    step: torch.Tensor, lr: float, beta1: float, beta2: float, weight_decay: float, impl: str
+    step: torch.Tensor,
+    rate: torch.Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    impl: str,
 ) -> torch.Tensor:
     if impl == "torch":
         return step.to(torch.float32, copy=True)
@@ -226,6 +234,7 @@ def _adamw_scalars(
         _adamw_scalars_kernel[(1,)](
             step,
             scalars,
+            rate,
             lr_high,
             lr - lr_high,
             weight_decay,
@@ -240,7 +249,7 @@ def _adamw_scalars(
 def begin_adamw(
     step: torch.Tensor,
     *,
-    lr: float,
+    lr: float | torch.Tensor,
     beta1: float,
     beta2: float,
     eps: float,
@@ -250,7 +259,8 @@ def begin_adamw(
     """Prepare step number `step` for calls of `adamw_update` on any number of shards.
 
     step: 0-dim fp32 or fp64, 1 for the first update; it is only read, and may be 0 if the updates
-    are skipped. One launch on a GPU.
+    are skipped. lr: a number, or for a CUDA graph, whose replays repeat the numbers of the capture,
+    a 0-dim fp64 tensor next to `step`; the tensor's value is not checked. One launch on a GPU.
 
     Raises ValueError for other dtypes or rates.
 
@@ -262,12 +272,14 @@ def begin_adamw(
         >>> round(w[0].item(), 4)
         0.9
     """
-    impl = choose(impl, step)
+    rate = lr if isinstance(lr, torch.Tensor) else None
+    impl = choose(impl, step, rate)
     _check_step(step, lr, beta1, beta2, eps, weight_decay)
     # Torch operators need no wrapper: its call costs more than updating ten thousand weights.
     direct = not torch.compiler.is_compiling()
     scalars = _adamw_scalars.run if direct else _adamw_scalars
-    of_step = scalars(step, lr, beta1, beta2, weight_decay, impl)
+    number = 0.0 if rate is not None else lr
+    of_step = scalars(step, rate, number, beta1, beta2, weight_decay, impl)
     return AdamWStep(lr, beta1, beta2, eps, weight_decay, of_step)
 
 
@@ -301,7 +313,7 @@ def adamw_step(
     m: torch.Tensor,
     v: torch.Tensor,
     *,
-    lr: float,
+    lr: float | torch.Tensor,
     beta1: float,
     beta2: float,
     eps: float,
@@ -344,6 +356,12 @@ def _check_step(step, lr, beta1, beta2, eps, weight_decay) -> None:
         raise ValueError(f"step must be a 0-dim tensor, got {[*step.shape]}")
     if step.dtype not in (torch.float32, torch.float64):  # 16-bit floats stop at 256 or 2048
         raise ValueError(f"step must be float32 or float64, got {step.dtype}")
+    if isinstance(lr, torch.Tensor):
+        if lr.ndim != 0 or lr.dtype != torch.float64:
+            raise ValueError(
+                f"lr must be a number or a 0-dim float64 tensor, got {lr.dtype} {[*lr.shape]}"
+            )
+        lr = 0.0  # its value stays on the device, unchecked
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1 and lr >= 0 and eps >= 0 and weight_decay >= 0):
         raise ValueError(
             f"need 0 <= beta < 1 and lr, eps, weight_decay >= 0, got betas {beta1}, {beta2}, "

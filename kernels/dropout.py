@@ -6,7 +6,8 @@
 
 x, y: [T, E]; tokens[T] are the global indices (batch index * sequence length + position) of the
 local rows, for any sharding of T. `site` numbers the place in the network. In training, the seed is
-different in each step. E must not be sharded: a shard would need a column offset.
+different in each step; in a CUDA graph it must be a tensor, because a replay repeats the numbers of
+the capture. E must not be sharded: a shard would need a column offset.
 
 Only tokens are saved for backward: Triton recomputes the mask, which is cheaper than reading it.
 The torch path saves the mask (one byte per element), because computing it is most of the cost on a
@@ -39,6 +40,8 @@ _LOW = 0xFFFFFFFF
 class Drop(NamedTuple):
     """The key of a dropout: probability, seed, site, and global token indices int64[...].
 
+    The seed is a number, or a 0-dim int64 tensor next to the tokens, whose value is not checked.
+
     Examples:
         >>> from warpweave.kernels.dropout import dropout
         >>> drop = Drop(p=0.5, seed=1, site=0, tokens=torch.arange(16))
@@ -48,7 +51,7 @@ class Drop(NamedTuple):
     """
 
     p: float
-    seed: int
+    seed: int | torch.Tensor
     site: int
     tokens: torch.Tensor
 
@@ -72,19 +75,46 @@ def check_drop(drop: Drop | None, shape: torch.Size) -> Drop | None:
             f"drop.tokens must be int64{[*shape]}, one token index for each row, got {got}"
         )
     check_key(seed, site)
+    if isinstance(seed, torch.Tensor):
+        choose("torch", seed, tokens)  # one device
     if p == 0:
         return None
     return drop if tokens.shape == shape else drop._replace(tokens=tokens.reshape(shape))
 
 
-def check_key(seed: int, *counters: int) -> None:
+def check_key(seed: int | torch.Tensor, *counters: int) -> None:
     """Raise ValueError unless 0 <= seed < 2^63 and the counters fit 32 bits.
 
-    The counters are a site, or a sample and a head.
+    The counters are a site, or a sample and a head. A seed that is a tensor must be 0-dim int64;
+    its value stays on the device, unchecked.
     """
+    if isinstance(seed, torch.Tensor):
+        if seed.ndim or seed.dtype != torch.int64:
+            raise ValueError(
+                f"a seed that is a tensor must be 0-dim int64, got {seed.dtype} {[*seed.shape]}"
+            )
+        seed = 0
     if not (0 <= seed < 2**63 and all(0 <= n < 2**32 for n in counters)):
         what, words = ("site", "sample, head")[len(counters) - 1], " and ".join(map(str, counters))
         raise ValueError(f"need 0 <= seed < 2**63 and 0 <= {what} < 2**32, got {seed} and {words}")
+
+
+def split_drop(drop: Drop | None) -> tuple[Drop | None, tuple[torch.Tensor | None, ...]]:
+    """A drop without its tensors, and these, for autograd to save; see `join_drop`."""
+    if drop is None:
+        return None, (None, None)
+    if not isinstance(drop.seed, torch.Tensor):
+        return drop._replace(tokens=None), (None, drop.tokens)
+    return drop._replace(seed=0, tokens=None), (drop.seed, drop.tokens)
+
+
+def join_drop(
+    drop: Drop | None, seed: torch.Tensor | None, tokens: torch.Tensor | None
+) -> Drop | None:
+    """The inverse of `split_drop`."""
+    if drop is None:
+        return None
+    return drop._replace(seed=drop.seed if seed is None else seed, tokens=tokens)
 
 
 def threshold(p: float) -> int:
@@ -94,7 +124,7 @@ def threshold(p: float) -> int:
 
 def launch_arguments(
     drop: Drop | None,
-) -> tuple[torch.Tensor | None, int, int, tuple[int, float]]:
+) -> tuple[torch.Tensor | None, int | torch.Tensor, int, tuple[int, float]]:
     """A kernel's tokens, seed, site and (THRESHOLD, SCALE).
 
     Without dropout these are constants, so that one compiled kernel is enough.
@@ -109,6 +139,15 @@ def launch_arguments(
 
 
 @triton.jit
+def key_of(seed):
+    """The seed, which is a number or a pointer to one."""
+    if seed.dtype.is_ptr():
+        return tl.load(seed)
+    else:
+        return tl.cast(seed, tl.int64)
+
+
+@triton.jit
 def words(seed, first, c2, c3, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     """uint32[ROWS, 4 GROUPS]: the four words of each counter (first lo, first hi, c2, c3), next to
     one another; `first` is int64, and all of them broadcast to [ROWS, GROUPS]."""
@@ -116,7 +155,7 @@ def words(seed, first, c2, c3, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     c0 = zero + (first & 0xFFFFFFFF).to(tl.uint32)
     c1 = zero + ((first >> 32) & 0xFFFFFFFF).to(tl.uint32)
     c2, c3 = zero + tl.cast(c2, tl.uint32), zero + tl.cast(c3, tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3)
+    w0, w1, w2, w3 = tl.philox(key_of(seed), c0, c1, c2, c3)
     return tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(ROWS, 4 * GROUPS)
 
 
@@ -194,17 +233,17 @@ def dropout_fwd(x: torch.Tensor, drop: Drop) -> torch.Tensor:
 
 def _save_dropout(ctx, inputs, output) -> None:
     _, drop = inputs
-    ctx.drop = drop._replace(tokens=None)
-    ctx.save_for_backward(drop.tokens)
+    ctx.drop, tensors = split_drop(drop)
+    ctx.save_for_backward(*tensors)
 
 
 def _dropout_backward(ctx, dy):
-    return dropout_op(dy, ctx.drop._replace(tokens=ctx.saved_tensors[0]))
+    return dropout_op(dy, join_drop(ctx.drop, *ctx.saved_tensors))
 
 
 @operator(
     "dropout", lambda x, drop: x.new_empty(x.shape), records=(Drop,),
-    gradient=(_save_dropout, _dropout_backward), sharding="t_, t -> t_",
+    gradient=(_save_dropout, _dropout_backward), sharding="t_, , t -> t_",
 )  # fmt: skip
 def dropout_op(x: torch.Tensor, drop: Drop) -> torch.Tensor:
     """The Triton path of `dropout`, x[T, E]."""
@@ -218,7 +257,7 @@ def _dropped_fake(drop: Drop, E: int) -> torch.Tensor:
     return drop.tokens.new_empty(drop.tokens.shape[0], E, dtype=torch.bool)  # len is a constant
 
 
-@operator("dropped", _dropped_fake, records=(Drop,), sharding="t -> t_")
+@operator("dropped", _dropped_fake, records=(Drop,), sharding=", t -> t_")
 def dropped(drop: Drop, E: int) -> torch.Tensor:
     """bool[T, E], true where dropout drops; an operator, so compilers need not trace the rounds.
 

@@ -47,8 +47,8 @@ def _rules(op: Op) -> Callable[..., _Rules]:
         arguments = op.operator._opoverload._schema.arguments
         at = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
         terms = dict(zip(at, inputs, strict=True))
-        first = args[at[0]]
-        dims = len(first.shape) - len(inputs[0].replace("...", ""))
+        first = next(i for i in at if args[i] is not None)
+        dims = len(args[first].shape) - len(terms[first].replace("...", ""))
         inputs = [
             _letters(terms[i], dims) if hasattr(arg, "placements") else None
             for i, arg in enumerate(args)

@@ -57,7 +57,7 @@ class TokenContext:
             sequence.
         rope: (cos, sin), each [S/cp, D/2], of this rank's positions; None without rotary embedding.
         local_rope: the table for layers with a window, if it is a different one; None means `rope`.
-        seed: dropout key of this step.
+        seed: dropout key of this step: a number or a 0-dim int64 tensor, as for `Drop`.
         token_ids: int64, one per row of the residual stream (T, or T/tp with sequence
             parallelism): the token's index in the global batch, which keys dropout.
         documents: int32 or int64 [n + 1] or [B, n + 1], boundaries of packed documents from 0 to S;
@@ -79,7 +79,7 @@ class TokenContext:
     batch: int
     layout: SequenceLayout | None = None
     rope: tuple[Tensor, Tensor] | None = None
-    seed: int = 0
+    seed: int | Tensor = 0
     token_ids: Tensor | None = None
     documents: Tensor | Packed | None = None
     cache: KVCache | None = None

@@ -93,7 +93,9 @@ def run_on_group(
     their order are the same, so the results are bitwise equal.
 
     On a CPU, a thread starts the hops. If the receiver is already waiting, gloo's isend returns
-    only after it has copied the message into the socket, which would delay the tile.
+    only after it has copied the message into the socket, which would delay the tile. A mode of
+    torch that observes this thread's calls, such as a recording, must see the hops, so then there
+    is no such thread.
     """
     pending: list[Pending | Future[Pending]] = []
     with ThreadPoolExecutor(1) as thread:
@@ -106,7 +108,7 @@ def run_on_group(
                 message = message.batch
             if isinstance(message, AllToAll):
                 pending.append(start_all_to_all(*message, inner_group))
-            elif message is not None and overlap and _on_cpu_by_gloo(message, group):
+            elif message is not None and overlap and _in_a_thread(message, group):
                 pending.append(thread.submit(carried(start_batch), *message, group))
             elif message is not None:
                 pending.append(start_batch(*message, group))
@@ -116,9 +118,11 @@ def run_on_group(
                 pending = []
 
 
-def _on_cpu_by_gloo(batch: Batch, group: dist.ProcessGroup | None) -> bool:
+def _in_a_thread(batch: Batch, group: dist.ProcessGroup | None) -> bool:
     tensors = [x for x, _ in (*batch.sends, *batch.receives)]
     cpu = torch.device("cpu")
+    if torch._C._len_torch_dispatch_stack():
+        return False
     return any(x.device == cpu for x in tensors) and by_gloo(group, cpu)
 
 

@@ -26,7 +26,8 @@ ROOMS = {
             "heartbeat interrupt < blame processes < devices supervise < session < ranks"
         ),
         "warpweave.model": (
-            "config engine_update plain < gpt < generate < engine_checks engine_passes < engine"
+            "config engine_update plain < engine_graph gpt < generate < engine_checks engine_passes < "
+            "engine_text < engine"
         ),
         "warpweave.plan": (
             "device memory options timeline < fits page time < choose layout < explain < command"
@@ -55,7 +56,9 @@ ROOMS = {
         "warpweave.data": "files < split tokenizer < dataset < token_file < text < source",
         "warpweave.machine.doctor": "check options < machine < kernels ranks times < command",
         "warpweave.train.elastic": "connections seat < membership < trainer < rank < run",
-        "warpweave.prove": "layouts typecheck < expected options < truth < proof < command",
+        "warpweave.prove": (
+            "layouts recording typecheck < expected options < truth < proof < graph < command"
+        ),
         "warpweave.train.server": "log replay_config < roles < replay run",
         "warpweave.machine.tune": "calls timing < aot options < candidates < search < command",
     }.items()

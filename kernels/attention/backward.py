@@ -31,6 +31,7 @@ from warpweave.kernels.attention.device import (
 from warpweave.kernels.attention.options import AttentionOptions, Upstream, resolved
 from warpweave.kernels.attention.torch_path import attention_bwd_cpu
 from warpweave.kernels.attention.visible import reach, rows_of_step, rows_of_tile, span
+from warpweave.kernels.dropout import key_of
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import RUNTIME, choose, no_graph, tl, triton
 from warpweave.kernels.runtime.dtypes import dot, to_dtype, upcast
@@ -149,6 +150,7 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
     dk_stride, dv_stride = elements(dk_stride, STEP), elements(dv_stride, STEP)
     q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
     k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
+    seed = key_of(seed)
     tile, kv_head, batch = program(k_runs, kv_heads, BLOCK_N, False)
     row, position, rows = rows_of_tile(tile, k_runs, BLOCK_N)
     kv_head = kv_head.to(tl.int64)
@@ -255,6 +257,7 @@ def attention_dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
     dq_stride = elements(dq_stride, STEP)
     q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
     k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
+    seed = key_of(seed)
     tile, head, batch = program(q_runs, heads, BLOCK_M, True)
     row, position, rows = rows_of_tile(tile, q_runs, BLOCK_M)
     seq = q_runs[1] + q_runs[3]

@@ -155,7 +155,7 @@ def draws(q, k, head, sample, seed, DROP: tl.constexpr, ALIGNED: tl.constexpr):
     zero = (q[:, None] * 0 + k[None, :] * 0).to(tl.uint32)
     c0, c1 = zero + (q & ~8).to(tl.uint32)[:, None], zero + (k & ~8).to(tl.uint32)[None, :]
     c2, c3 = zero + head.to(tl.uint32), zero + sample.to(tl.uint32)
-    w00, w01, w10, w11 = tl.philox(tl.cast(seed, tl.int64), c0, c1, c2, c3, n_rounds=ROUNDS)
+    w00, w01, w10, w11 = tl.philox(seed, c0, c1, c2, c3, n_rounds=ROUNDS)
     if ALIGNED:
         M: tl.constexpr = 2 * q.shape[0]
         N: tl.constexpr = 2 * k.shape[0]

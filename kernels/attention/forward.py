@@ -31,6 +31,7 @@ from warpweave.kernels.attention.device import (
 from warpweave.kernels.attention.options import AttentionOptions, resolved
 from warpweave.kernels.attention.torch_path import attention_fwd_cpu
 from warpweave.kernels.attention.visible import reach, rows_of_step, rows_of_tile, span
+from warpweave.kernels.dropout import key_of
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import RUNTIME, capability, choose, no_graph, tl, triton
 from warpweave.kernels.runtime.dtypes import dot, to_dtype
@@ -120,6 +121,7 @@ def attention_fwd_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, sinks_p
     v_stride, o_stride = elements(v_stride, STEP), elements(o_stride, STEP)
     q_runs = (q_start0, q_len0, q_start1, q_len1, q_stripes)
     k_runs = (k_start0, k_len0, k_start1, k_len1, k_stripes)
+    seed = key_of(seed)
     tile, head, batch = program(q_runs, heads, BLOCK_M, True)
     row, position, rows = rows_of_tile(tile, q_runs, BLOCK_M)
     seq = q_runs[1] + q_runs[3]

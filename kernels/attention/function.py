@@ -45,7 +45,9 @@ from warpweave.kernels.attention.options import (
     check_dtype,
     check_upstream,
     checked,
+    join_options,
     prepared,
+    split_options,
 )
 from warpweave.kernels.attention.visible import Packed
 from warpweave.kernels.reference import Run, compute_dtype
@@ -65,11 +67,11 @@ def _attention_fake(q, k, v, sinks, options):
 def _attention_sharding(q, k, v, sinks, options) -> str:
     """Samples and heads may be sharded without dropout, which uses their global indices."""
     if options.dropout:
-        return "____, ____, ____, _, __, ___ -> ____, ___"
+        return "____, ____, ____, _, __, , ___ -> ____, ___"
     of_documents = {None: "", 1: "_", 2: "b_", 3: "b__"}
     bounds = None if options.documents is None else len(options.documents.shape)
     of_table = "b__" if bounds == 2 else "___"
-    return f"b_h_, b_h_, b_h_, h, {of_documents[bounds]}, {of_table} -> b_h_, bh_"
+    return f"b_h_, b_h_, b_h_, h, {of_documents[bounds]}, , {of_table} -> b_h_, bh_"
 
 
 def _attention_bwd_fake(do, dlse, o, lse, q, k, v, sinks, options):
@@ -79,24 +81,24 @@ def _attention_bwd_fake(do, dlse, o, lse, q, k, v, sinks, options):
 
 def _attention_bwd_sharding(do, dlse, o, lse, q, k, v, sinks, options) -> str:
     inputs, outputs = _attention_sharding(q, k, v, sinks, options).split(" -> ")
-    *of_qkv, of_sinks, _, _ = inputs.split(", ")
+    *of_qkv, of_sinks, _, _, _ = inputs.split(", ")
     dsinks = "whole" if sinks is None else of_sinks
     return f"{outputs}, {outputs}, {inputs} -> {', '.join(of_qkv)}, {dsinks}"
 
 
 def _save_attention(ctx, inputs, output):
     q, k, v, sinks, options = inputs
-    ctx.options = options._replace(documents=None, table=None)
+    ctx.options, of_options = split_options(options)
     ctx.of_sinks = None if sinks is None else grad_dtype(sinks)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, q, k, v, sinks, options.documents, options.table)
+    ctx.save_for_backward(*output, q, k, v, sinks, *of_options)
 
 
 def _attention_backward(ctx, do, dlse):
-    *inputs, documents, table = ctx.saved_tensors
-    do = torch.zeros_like(inputs[0]) if do is None else do
-    options = ctx.options._replace(documents=documents, table=table)
-    dq, dk, dv, dsinks = attention_bwd_op(do, dlse, *inputs, options)
+    o, lse, q, k, v, sinks, *of_options = ctx.saved_tensors
+    do = torch.zeros_like(o) if do is None else do
+    options = join_options(ctx.options, *of_options)
+    dq, dk, dv, dsinks = attention_bwd_op(do, dlse, o, lse, q, k, v, sinks, options)
     return dq, dk, dv, None if ctx.of_sinks is None else dsinks.to(ctx.of_sinks)
 
 
@@ -173,7 +175,7 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
-    dropout_seed: int = 0,
+    dropout_seed: int | torch.Tensor = 0,
     dropout_origin: Sequence[int] = (0, 0),
     q_runs: Runs | None = None,
     k_runs: Runs | None = None,
@@ -210,6 +212,8 @@ def attention(
             and the global indices of sample, head, query and key, so every layer and step needs a
             different seed. It is fastest if each run begins at a multiple of 16 and has no stripes,
             because four probabilities then share a draw.
+        dropout_seed: an integer, or for a CUDA graph, whose replays repeat the integers of the
+            capture, a 0-dim int64 tensor on q's device. The tensor's value is not checked.
         dropout_origin: the global indices of q's first sample and first head.
         q_runs, k_runs: the global positions of the rows, by default ((0, S),): at most two runs
             (start, length), or (start, length, stripes) for start, start + stripes, ... The last Sq

@@ -25,7 +25,7 @@ class AttentionKeywords(TypedDict, total=False):
     scale: float | None
     softcap: float | None
     dropout: float
-    dropout_seed: int
+    dropout_seed: int | torch.Tensor
     dropout_origin: Sequence[int]
     impl: str | None
 

@@ -39,12 +39,34 @@ class AttentionOptions(NamedTuple):
     scale: float | None = None
     softcap: float | None = None
     dropout: float = 0.0
-    dropout_seed: int = 0
+    dropout_seed: int | torch.Tensor = 0
     dropout_origin: Sequence[int] = (0, 0)
     q_runs: Sequence[Run] | None = None  # after `checked`; users pass `Runs`
     k_runs: Sequence[Run] | None = None
     impl: str | None = None
     table: torch.Tensor | None = None  # of `Packed` documents
+
+
+def split_options(
+    options: AttentionOptions,
+) -> tuple[AttentionOptions, tuple[torch.Tensor | None, ...]]:
+    """Checked options without tensors, and the tensors, for autograd to save; see
+    `join_options`."""
+    seed, plain = options.dropout_seed, options._replace(documents=None, table=None)
+    if not isinstance(seed, torch.Tensor):
+        return plain, (options.documents, None, options.table)
+    return plain._replace(dropout_seed=0), (options.documents, seed, options.table)
+
+
+def join_options(
+    options: AttentionOptions,
+    documents: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    table: torch.Tensor | None,
+) -> AttentionOptions:
+    """The inverse of `split_options`."""
+    options = options._replace(documents=documents, table=table)
+    return options if seed is None else options._replace(dropout_seed=seed)
 
 
 # ---------------------------------------------------------------- 1. options at the boundary
@@ -71,7 +93,8 @@ def check_numbers(options: AttentionOptions) -> AttentionOptions:
     dropout = _real("dropout", options.dropout)
     if not 0 <= dropout < 1:
         raise ValueError(f"need 0 <= dropout < 1, got {dropout}")
-    seed = _integer("dropout_seed", options.dropout_seed)
+    seed = options.dropout_seed
+    seed = seed if isinstance(seed, torch.Tensor) else _integer("dropout_seed", seed)
     if len(origin) != 2:
         raise ValueError(f"dropout_origin must be (sample, head), got {origin}")
     check_key(seed, *origin)
@@ -99,6 +122,8 @@ def checked(
     """
     options = check_numbers(options)
     check_attention(q, k, v, sinks)
+    if isinstance(options.dropout_seed, torch.Tensor):
+        choose("torch", q, options.dropout_seed)  # one device
     documents, table = options.documents, options.table
     if isinstance(documents, Packed):
         documents, table = documents
@@ -218,7 +243,8 @@ def check_boundaries(options: AttentionOptions, queries: int, keys: int) -> None
         return
     if type(documents) is not torch.Tensor or torch.compiler.is_compiling():  # tracing: no values
         return
-    bounds = documents.numpy()
+    with torch._C.DisableTorchFunction():  # a GPU skips this, so a recorded step need not see it
+        bounds = documents.numpy()
     of_q = bounds[:, 0] if apart else bounds
     begins, ends = of_q[..., 0], of_q[..., -1]
     if begins.any() or (bounds[..., 0] < 0).any() or (bounds[..., 1:] < bounds[..., :-1]).any():

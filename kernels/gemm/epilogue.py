@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from warpweave.kernels.activation import find_activation, pointwise
-from warpweave.kernels.dropout import Drop, check_drop, keep_mask, launch_arguments
+from warpweave.kernels.dropout import Drop, check_drop, keep_mask, launch_arguments, split_drop
 from warpweave.kernels.gemm.mainloop import (
     find_tile,
     gemm_options,
@@ -37,7 +37,7 @@ class Arguments(NamedTuple):
     """
 
     tensors: tuple[torch.Tensor | None, ...]
-    key: tuple[int, int]
+    key: tuple[int | torch.Tensor, int]
     strides: tuple[int, ...]
     constants: tuple[str | None, bool, int, float]
 
@@ -64,8 +64,8 @@ class Epilogue(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Bias, residual and tokens."""
-        return self.bias, self.residual, getattr(self.drop, "tokens", None)
+        """Bias, residual, a seed that is a tensor, and tokens."""
+        return self.bias, self.residual, *split_drop(self.drop)[1]
 
     def columns(self, N: int) -> int:
         """The result's columns for a product with N columns: half if the activation is gated."""

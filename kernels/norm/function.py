@@ -40,7 +40,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from warpweave.kernels.dropout import Drop
+from warpweave.kernels.dropout import Drop, join_drop, split_drop
 from warpweave.kernels.norm.backward import launch_backward
 from warpweave.kernels.norm.forward import launch_forward
 from warpweave.kernels.norm.shared import NormOptions, Terms, WantedGradients, check_norm
@@ -82,7 +82,7 @@ def _norm_fake(x, weight, bias, residual, x_bias, drop, options):
 def _norm_sharding(x, weight, bias, residual, x_bias, drop, options) -> str:
     alone = Terms(residual, x_bias, drop).absent
     s, mean = "whole" if alone else "..._", "..." if options.layer else "whole"
-    return f"..._, _, _, ..._, _, ... -> ..._, {s}, {mean}, ..."
+    return f"..._, _, _, ..._, _, , ... -> ..._, {s}, {mean}, ..."
 
 
 def _norm_bwd_fake(dy, ds, s, weight, mean, rstd, drop, wanted):
@@ -98,7 +98,7 @@ def _norm_bwd_fake(dy, ds, s, weight, mean, rstd, drop, wanted):
 def _norm_bwd_sharding(dy, ds, s, weight, mean, rstd, drop, wanted) -> str:
     dresidual = "whole" if wanted.apart(drop) is None else "..._"
     dx_bias, db = ("_" if each else "whole" for each in (wanted.x_bias, wanted.bias))
-    return f"..._, ..._, ..._, _, ..., ..., ... -> ..._, {dresidual}, {dx_bias}, _, {db}"
+    return f"..._, ..._, ..._, _, ..., ..., , ... -> ..._, {dresidual}, {dx_bias}, _, {db}"
 
 
 def _save_norm(ctx, inputs, output) -> None:
@@ -110,18 +110,18 @@ def _save_norm(ctx, inputs, output) -> None:
     ctx.wanted = WantedGradients(bias is not None, x_bias is not None, x.dtype, residual_dtype)
     ctx.unchanged = Terms(residual, x_bias, drop).absent
     ctx.set_materialize_grads(False)
-    ctx.drop, tokens = (None, None) if drop is None else (drop._replace(tokens=None), drop.tokens)
+    ctx.drop, of_drop = split_drop(drop)
     saved = x if ctx.unchanged else s
-    ctx.save_for_backward(saved, weight, mean if options.layer else None, rstd, tokens)
+    ctx.save_for_backward(saved, weight, mean if options.layer else None, rstd, *of_drop)
 
 
 def _norm_backward(ctx, dy, ds, dmean, drstd):
-    s, weight, mean, rstd, tokens = ctx.saved_tensors
+    s, weight, mean, rstd, *of_drop = ctx.saved_tensors
     if dy is None:
         dy = torch.zeros_like(s)
     if ctx.unchanged:
         ds = None  # the gradient of a placeholder
-    drop = None if ctx.drop is None else ctx.drop._replace(tokens=tokens)
+    drop = join_drop(ctx.drop, *of_drop)
     dx, dresidual, dx_bias, *sums = norm_bwd_op(dy, ds, s, weight, mean, rstd, drop, ctx.wanted)
     dw, db, dx_bias = (
         None if dtype is None else total.to(dtype)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from warpweave.kernels import dropout as keyed
-from warpweave.kernels.dropout import Drop, check_drop
+from warpweave.kernels.dropout import Drop, check_drop, split_drop
 from warpweave.kernels.runtime.dispatch import tl, triton
 from warpweave.kernels.runtime.dtypes import to_dtype, upcast
 
@@ -45,8 +45,8 @@ class Terms(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Residual, x_bias and tokens."""
-        return self.residual, self.x_bias, getattr(self.drop, "tokens", None)
+        """Residual, x_bias, a seed that is a tensor, and tokens."""
+        return self.residual, self.x_bias, *split_drop(self.drop)[1]
 
     def dtype(self, x: torch.Tensor) -> torch.dtype:
         """The dtype of s, the wider of those of x and residual."""

@@ -207,7 +207,8 @@ class Op:
             if tensors is None:
                 found.append(arg)
             else:
-                found += [None if arg is None else getattr(arg, name) for name in tensors]
+                held = [getattr(arg, name, None) for name in tensors]
+                found += [x if isinstance(x, torch.Tensor) else None for x in held]
                 found += flatten(arg, self.records)
         return found
 
@@ -218,10 +219,11 @@ class Op:
             if tensors is None:
                 found.append(next(left))
                 continue
-            given = {name: next(left) for name in tensors}
+            given = [(name, next(left)) for name in tensors]
             _, integers, reals, words = (next(left) for _ in range(4))
             record = unflatten(integers, reals, words, self.records)
-            found.append(record._replace(**given) if record is not None and given else record)
+            held = {name: x for name, x in given if x is not None}  # others may hold a number
+            found.append(record._replace(**held) if held else record)
         return found
 
 

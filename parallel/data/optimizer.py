@@ -134,9 +134,10 @@ class Rule(Protocol):
         """The subset of `moments` that weights of linear maps have (`ParamRecord.matrices`)."""
         ...
 
-    def begin(self, lr: float, count: Tensor) -> Any:
+    def begin(self, lr: float | Tensor, count: Tensor) -> Any:
         """Compute once per step what `update` needs for every piece.
 
+        lr: a number, or a 0-dim fp64 tensor next to the weights (CUDA graphs need a tensor).
         count: 0-dim fp64, the number of this step, 1 for the first; if the step will be skipped, it
         is that of the step before.
         """
@@ -150,8 +151,15 @@ class Rule(Protocol):
         ...
 
 
-def check_lr(lr: float) -> None:
-    """Raise ValueError unless the learning rate is a finite number of at least 0."""
+def check_lr(lr: float | Tensor) -> None:
+    """Raise ValueError unless the learning rate is a finite number of at least 0.
+
+    It may also be a 0-dim fp64 tensor, whose value stays on the device and is not checked.
+    """
+    if isinstance(lr, Tensor):
+        if lr.ndim or lr.dtype != torch.float64:
+            raise ValueError(f"lr must be a 0-dim float64 tensor, got {lr.dtype} {[*lr.shape]}")
+        return
     if not isinstance(lr, Real) or not 0 <= lr < math.inf:
         raise ValueError(f"lr must be finite and at least 0, got {lr!r}")
 
@@ -185,7 +193,7 @@ class AdamW:
         """All moments."""
         return self.moments
 
-    def begin(self, lr: float, count: Tensor) -> AdamWStep:
+    def begin(self, lr: float | Tensor, count: Tensor) -> AdamWStep:
         """The rates, and on a GPU the bias corrections of this step."""
         (beta1, beta2), decay = self.betas, self.weight_decay
         rates = {"beta1": beta1, "beta2": beta2, "eps": self.eps, "weight_decay": decay}
@@ -221,7 +229,7 @@ class NAdamW(AdamW):
     half of that value during the first thousands of steps; here it is constant.
     """
 
-    def begin(self, lr: float, count: Tensor) -> AdamWStep:
+    def begin(self, lr: float | Tensor, count: Tensor) -> AdamWStep:
         """The rates, and the number of the step."""
         return AdamWStep(lr, *self.betas, self.eps, self.weight_decay, count)
 
@@ -257,11 +265,11 @@ class SGD:
         """All moments."""
         return self.moments
 
-    def begin(self, lr: float, count: Tensor) -> float:
+    def begin(self, lr: float | Tensor, count: Tensor) -> float | Tensor:
         """The learning rate."""
         return lr
 
-    def update(self, piece: Piece, step: float, scale: Tensor, skip: Tensor) -> None:
+    def update(self, piece: Piece, step: float | Tensor, scale: Tensor, skip: Tensor) -> None:
         """Update by elementwise torch operators, with one pass over the piece for each."""
         g = piece.grad * scale
         if piece.decay:
@@ -345,7 +353,7 @@ class Muon:
         s = 0.2 * max(out, cols) ** 0.5 if self.scale == "moonlight" else max(1, out / cols) ** 0.5
         return orthogonalize(u, impl=self.impl) * s
 
-    def begin(self, lr: float, count: Tensor) -> AdamWStep:
+    def begin(self, lr: float | Tensor, count: Tensor) -> AdamWStep:
         """That of the rule for the rest."""
         return self.rest.begin(lr, count)
 

@@ -140,7 +140,9 @@ class ZeroOptimizer:
         return norm / self.loss_scale.value if self.loss_scale is not None else norm
 
     @torch.no_grad()
-    def step(self, lr: float, halted: Tensor | None = None, norm: Tensor | None = None) -> Tensor:
+    def step(
+        self, lr: float | Tensor, halted: Tensor | None = None, norm: Tensor | None = None
+    ) -> Tensor:
         """Make one update of every parameter; return the global gradient norm before clipping.
 
         The norm is 0-dim. If it is not finite, no parameter or state changes, on any rank. If

@@ -8,25 +8,24 @@ that runs them (`pipeline.stage`), the schedule and its executor (`parallel.sche
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from warpweave.kernels.devices import CTAS
 from warpweave.kernels.gemm.mainloop import leaving
 from warpweave.kernels.runtime.dispatch import choose
-from warpweave.kernels.runtime.transfer import upload
 from warpweave.layers.modes import in_mode
 from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.model.engine_checks import check_batch, check_int64, check_packing
+from warpweave.model.engine_graph import CudaGraph, Graph, StepGraphs, check_capture
 from warpweave.model.engine_passes import OpenPasses, StepPasses, make_lists, warm_up
+from warpweave.model.engine_text import continue_text
 from warpweave.model.engine_update import EngineStage, RankUpdate, StageUpdate, StepResult
-from warpweave.model.generate import Sampling, go_on
+from warpweave.model.generate import Sampling
 from warpweave.model.gpt import GPT, MicroBatch
 from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
 from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule, check_lr
@@ -39,8 +38,6 @@ from warpweave.parallel.pipeline import Like, OnAction, relay
 from warpweave.parallel.pipeline.losses import Losses
 from warpweave.parallel.schedule import OpenRun
 from warpweave.parallel.shard import ParamRecord
-
-_STEP = 128  # tokens by which the window of `generate` grows
 
 
 class Engine:
@@ -63,6 +60,8 @@ class Engine:
         outer: the rule by which the mesh's outer replicas synchronize; None for one replica.
         impl: "triton", "torch" or None, as for the kernels.
         timeout: seconds that a pipeline message may take.
+        cuda_graph: launch each step as a CUDA graph, captured at the third step of its shape. It
+            needs a CUDA device, one pipeline stage, one outer replica and overlap "bulk".
 
     Raises:
         ValueError: one line that names the conflicting options, before anything is sent.
@@ -89,6 +88,7 @@ class Engine:
         outer: OuterRule | None = None,
         impl: str | None = None,
         timeout: float = 300.0,
+        cuda_graph: bool = False,
     ) -> None:
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size must be at least 1, got {micro_batch_size}")
@@ -100,8 +100,9 @@ class Engine:
         if (replicas := mesh.size("outer")) > 1 and outer is None:
             raise ValueError(f"{replicas} outer replicas need an OuterRule; pass it as outer=")
         self.config, self.mesh, self.plan, self.dtype = config, mesh, plan, dtype
+        self._batch = plan.microbatches, micro_batch_size, config.seq_len
         self.micro_batch_size, self.device = micro_batch_size, torch.device(device)
-        choose(impl, torch.empty(0, device=self.device))  # raises ValueError if it cannot run
+        self._impl = choose(impl, torch.empty(0, device=self.device))  # ValueError if it cannot run
         self.gpt = GPT(config, mesh=mesh, plan=plan, device="meta", dtype=dtype, impl=impl)
         plan.check_update(clip, dtype == torch.float16, outer is not None)
         run = make_lists(config, plan, mesh)
@@ -138,6 +139,11 @@ class Engine:
             run, self.stages, mesh.group("pp"), device=self.device, timeout=timeout
         )
         self._counted: list[Pending] = []  # sums of valid tokens that were not waited for
+        self.graphs: StepGraphs | None = None
+        if cuda_graph:
+            if self.device.type != "cuda":
+                raise ValueError(f"cuda_graph=True needs a CUDA device, got {self.device}")
+            self.use_graphs()
         self._cold = self.device.type == "cuda" and mesh.size("pp") > 1  # see `warm_up`
 
     def _make_outer(self, rule: OuterRule) -> OuterOptimizer:
@@ -158,15 +164,18 @@ class Engine:
         labels: Tensor,
         sample_ids: Tensor,
         *,
-        key: int = 0,
+        key: int | Tensor = 0,
         documents: Tensor | None = None,
     ) -> None:
         """Feed the data of one step of an asynchronous schedule, as for `step`, without an update.
 
         Needed for the first `passes.ahead` steps, before the first call of `step` and after `load`.
         """
-        expected = (self.plan.microbatches, self.micro_batch_size, self.config.seq_len)
-        check_batch(tokens, labels, sample_ids, expected, documents)
+        check_batch(tokens, labels, sample_ids, documents, expected=self._batch)
+        self._feed(tokens, labels, sample_ids, key, documents)
+
+    def _feed(self, tokens, labels, sample_ids, key, documents) -> None:
+        """`feed` without checks."""
         if not self.gpt.training:  # train() walks over all modules
             self.gpt.train()
         scaler = self.optimizer.loss_scale
@@ -191,9 +200,9 @@ class Engine:
         labels: Tensor,
         sample_ids: Tensor,
         *,
-        lr: float | None,
-        key: int = 0,
-        interrupted: float = 0.0,
+        lr: float | Tensor | None,
+        key: int | Tensor = 0,
+        interrupted: float | Tensor = 0.0,
         documents: Tensor | None = None,
         halted: Tensor | None = None,
         on_action: OnAction | None = None,
@@ -213,6 +222,9 @@ class Engine:
             halted: 0-dim, equal on all ranks; if non-zero, no weight or state changes. Pass `stops`
                 of the previous step to begin a step before that was read.
             on_action: called before each action of this rank's list, as for `pipeline.execute`.
+
+        `lr`, `key` and `interrupted` may also be 0-dim tensors on the engine's device (float64,
+        int64, floating), whose values are not checked.
 
         With an outer optimizer (`data.outer`), losses and norm are means over its replicas. With an
         asynchronous schedule, the data and `key` belong to the step `passes.ahead` later (`feed`
@@ -235,9 +247,9 @@ class Engine:
         labels: Tensor,
         sample_ids: Tensor,
         *,
-        lr: float | None,
-        key: int = 0,
-        interrupted: float = 0.0,
+        lr: float | Tensor | None,
+        key: int | Tensor = 0,
+        interrupted: float | Tensor = 0.0,
         documents: Tensor | None = None,
         halted: Tensor | None = None,
         on_action: OnAction | None = None,
@@ -254,9 +266,37 @@ class Engine:
         frozen = (r.name for unit in self.units for r, p in unit.params if not p.requires_grad)
         if (name := next(frozen, None)) is not None:
             raise ValueError(f"the engine trains every parameter, but {name} does not require grad")
+        check_batch(tokens, labels, sample_ids, documents, expected=self._batch)
+        inputs = {"tokens": tokens, "labels": labels, "sample_ids": sample_ids}
+        more = {"lr": lr, "key": key, "interrupted": interrupted, "documents": documents}
+        if self.graphs is None or lr is None or on_action is not None:
+            return self._begin(**inputs, **more, halted=halted, on_action=on_action)
+        packed = documents is not None
+        check_capture(self.plan, self.mesh.sizes, self._impl, packed=packed)
+        result = self.graphs(inputs | more | {"halted": 0.0 if halted is None else halted})
+        return Pending(None, lambda: result)
+
+    def use_graphs(self, new_graph: Callable[[], Graph] = CudaGraph) -> None:
+        """Capture steps from now on, each shape of the data once, except steps without an update or
+        with `on_action`. ValueError for a layout whose steps cannot be captured."""
+        check_capture(self.plan, self.mesh.sizes, self._impl)
+
+        def whole(**inputs: Any) -> StepResult:
+            result = self._begin(**inputs).wait()
+            for unit in self.units:
+                unit.parameters.wait()  # a graph must end what it starts
+            return result
+
+        self.graphs = StepGraphs(whole, new_graph)
+
+    def _begin(
+        self, tokens, labels, sample_ids, lr, key, interrupted, documents=None, halted=None,
+        on_action=None,
+    ) -> Pending:  # fmt: skip
+        """`begin` without checks and graphs."""
         for unit in self.units:
             unit.gradients.clear()  # left by a step without an update, or by one that failed
-        self.feed(tokens, labels, sample_ids, key=key, documents=documents)
+        self._feed(tokens, labels, sample_ids, key, documents)
         self._update.begin(
             lr,
             halted,
@@ -301,7 +341,7 @@ class Engine:
         labels: Tensor,
         sample_ids: Tensor,
         valid: Pending,
-        key: int,
+        key: int | Tensor,
         documents: Tensor | None,
     ) -> list[MicroBatch]:
         packed = [None] * len(tokens) if documents is None else documents
@@ -325,7 +365,7 @@ class Engine:
         return [of_mb for stage in self.stages.values() for of_mb in stage.losses.values()]
 
     def _start_global_losses(
-        self, own: list[Losses], interrupted: float = 0.0, square: Tensor | None = None
+        self, own: list[Losses], interrupted: float | Tensor = 0.0, square: Tensor | None = None
     ) -> Pending:
         """Start summing [each loss, a stage's `square`, `interrupted`] over the mesh, in a single
         message. Ordered sums add each loss separately, bitwise identical for any data ranks."""
@@ -347,7 +387,7 @@ class Engine:
             if self.plan.reduce == "ordered":
                 unit, total, _ = exact_sum(held, [world], sums)
                 exact.append(unit * total)
-        sums[-1] = float(interrupted)
+        sums[-1].fill_(interrupted)
         self.finite = sums.isfinite().all()
         if square is not None and self.mesh.index("data") == self.mesh.index("tp") == 0:
             sums[-2] = square  # only the first rank of a stage contributes
@@ -426,52 +466,10 @@ class Engine:
         sequence, through all stages. A window longer than the model's sequence drops its oldest
         tokens. Temperature 0 is greedy.
         """
-        if temperature < 0:
-            raise ValueError(f"temperature must not be negative, got {temperature}")
-        check_int64(prompt=prompt)
-        if prompt.ndim != 1 or not len(prompt):
-            raise ValueError(f"prompt must have shape [n >= 1], got {[*prompt.shape]}")
-        tokens = [upload(prompt, self.device)]
-
-        def step(chosen: Tensor | None) -> tuple[Tensor | None, int]:
-            tokens.extend([] if chosen is None else [chosen])
-            return self._next_logits(torch.cat(tokens))
-
         with self._global_weights():
-            (row,) = go_on(self.gpt, 1, Sampling(length, temperature, seed=seed), step)
-        return torch.tensor(prompt.tolist() + row)
-
-    def _next_logits(self, tokens: Tensor) -> tuple[Tensor | None, int]:
-        """The logits [1, V] after tokens[n], on the ranks that hold the last token, and the index
-        of one of these ranks.
-
-        One sequence passes through the stages (with sequence parallelism, as many copies as tensor
-        ranks can share evenly), and one of its tokens through the head.
-        """
-        size, layout, tp = self.config.seq_len, self.gpt.layout, self.mesh.size("tp")
-        window = tokens[-size:]
-        if layout.parts == 1:  # it may be shorter; grow in steps to limit the kernels' shapes
-            size = min(size, -(-len(window) // _STEP) * _STEP)
-        local = size if layout.parts == 1 else layout.local_len
-        copies = tp // math.gcd(tp, local) if self.gpt.sequence_parallel else 1
-        padded = F.pad(window, (0, size - len(window))).expand(copies, size)
-        ones = torch.ones((), device=self.device)
-        batch = self.gpt.micro_batch(padded, torch.full_like(padded, -100), ones)
-        at = len(window) - 1
-        owner = layout.owner(at)
-        here = self.mesh.index("cp") == owner
-        row = layout.positions(owner).tolist().index(at) if here else 0
-
-        def final(x: Tensor | None, batch: MicroBatch) -> Tensor:
-            if self.gpt.sequence_parallel:
-                x = gather(x, self.mesh.group("tp"))
-            # With sequence parallelism, the head expects a token per tensor rank: pass this to all.
-            logits = self.gpt.logits(x[row : row + 1], batch)[:1]
-            return gather(logits, self.mesh.group("tp"), dim=-1)[:, : self.config.vocab_size]
-
-        logits, _ = self._forward(batch, final)
-        source = self.mesh.sizes.rank_at(cp=owner, pp=self.gpt.placement[-1])
-        return (logits if here else None), source
+            sampling = Sampling(length, temperature, seed=seed)
+            forward = lambda batch, final: self._forward(batch, final)[0]  # noqa: E731
+            return continue_text(self.gpt, forward, prompt, sampling, self.device)
 
     # ------------------------------------------------------------------ state in and out
 

@@ -32,8 +32,9 @@ def check_batch(
     tokens: Tensor,
     labels: Tensor,
     sample_ids: Tensor,
-    expected: tuple[int, int, int],
     documents: Tensor | None,
+    *,
+    expected: tuple[int, int, int],
 ) -> None:
     """Raise ValueError unless these tensors are the data of a step (`Engine.step`).
 

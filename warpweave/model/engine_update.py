@@ -45,6 +45,12 @@ class StepResult:
     overflow: Tensor
     finite: Tensor
 
+    def clone(self) -> StepResult:
+        """A copy of all tensors."""
+        losses = {name: loss.clone() for name, loss in self.losses.items()}
+        rest = (self.norm, self.interrupts, self.overflow, self.finite)
+        return StepResult(losses, *(x.clone() for x in rest))
+
     @property
     def loss(self) -> Tensor:
         """The sum of all losses; the step uses its gradient."""
@@ -82,7 +88,7 @@ class RankUpdate:
         self.square: Tensor | None = None
 
     def begin(
-        self, lr: float | None, halted: Tensor | None, start_losses: Callable[[], Pending]
+        self, lr: float | Tensor | None, halted: Tensor | None, start_losses: Callable[[], Pending]
     ) -> None:
         """Prepare a step. If `lr` is None, the step computes only the norm and keeps gradients."""
         self._lr, self._halted = lr, halted

@@ -230,7 +230,7 @@ class GPT(nn.Module):
         normaliser: Tensor | Pending,
         *,
         sample_ids: Tensor | None = None,
-        seed: int = 0,
+        seed: int | Tensor = 0,
         documents: Tensor | None = None,
         like: MicroBatch | None = None,
     ) -> MicroBatch:
@@ -371,7 +371,7 @@ class GPT(nn.Module):
         tokens: Tensor,
         labels: Tensor | None = None,
         *,
-        seed: int | None = None,
+        seed: int | Tensor | None = None,
         sample_ids: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
@@ -406,7 +406,12 @@ class GPT(nn.Module):
         targets = labels if labels is not None else torch.full_like(tokens, -100)
         valid = (targets != -100).sum().clamp(min=1)
         batch = self.micro_batch(
-            tokens, targets, valid, sample_ids=sample_ids, seed=seed or 0, documents=documents
+            tokens,
+            targets,
+            valid,
+            sample_ids=sample_ids,
+            seed=0 if seed is None else seed,
+            documents=documents,
         )
         x, losses = self.embed(None, batch), {}
         for block in self.blocks.values():

@@ -25,14 +25,18 @@ from warpweave.launch.session import join, reported
 from warpweave.model.gpt import PRESETS
 from warpweave.parallel.checked import CheckedCollectives, CollectiveMismatch
 from warpweave.parallel.mesh import Mesh
+from warpweave.prove.graph import GraphProof, prove_graph
 from warpweave.prove.layouts import Layout
 from warpweave.prove.options import ProveConfig
 from warpweave.prove.proof import LIMITS, Errors, prove_layout
 from warpweave.train.idle_options import PROVE, idle_lines
 
 
-def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | None = None) -> None:
-    """Prove `layouts` as one rank of the first, largest worlds first; rank 0 writes to `path`.
+def prove_rank(
+    layouts: list[Layout], timeout: float, path: str, graph: bool = False, port: int | None = None
+) -> None:
+    """Prove `layouts`, or with `graph` their CUDA graphs, as one rank of the first, largest worlds
+    first; rank 0 writes to `path`.
 
     Rank 0 writes one line of JSON per layout as soon as it is proven. A rank exits when no
     remaining layout needs it. Ranks compare their collectives in the first step of each layout.
@@ -54,17 +58,22 @@ def prove_rank(layouts: list[Layout], timeout: float, path: str, port: int | Non
                 if number > 0:
                     session.renew(layout.mesh)
                 mesh = layout.mesh.connect(layout.device)
-                if store is not None:  # name a rank that skips a collective, so that nobody hangs
+                if (
+                    store is not None and not graph
+                ):  # name a rank that skips a collective, so that nobody hangs
                     ranks = layout.mesh, session.rank, timeout, session.device
                     checked = CheckedCollectives(store, *ranks)
-            errors = prove_layout(layout, mesh, timeout, checked)
+            if graph:
+                proof: GraphProof | Errors = prove_graph(layout, mesh, timeout)
+            else:
+                proof = prove_layout(layout, mesh, timeout, checked)
             if session.rank == 0:
                 with open(path, "a") as file:
-                    row = {"layout": str(layout), "errors": dataclasses.asdict(errors)}
+                    row = {"layout": str(layout), "errors": dataclasses.asdict(proof)}
                     file.write(json.dumps(row) + "\n")
-                if number == 0:
+                if number == 0 and not graph:
                     print(table_head(len(layouts)))
-                print(table_row(number + 1, len(layouts), layout, errors), flush=True)
+                print(table_row(number + 1, len(layouts), layout, proof), flush=True)
         session.close()
 
 
@@ -99,8 +108,12 @@ def table_head(count: int) -> str:
     return f"{_LEGEND.format(limits=limits)}{_row_start(count, count, '')}{names}layout"
 
 
-def table_row(number: int, count: int, layout: Layout, errors: Errors) -> str:
+def table_row(number: int, count: int, layout: Layout, errors: Errors | GraphProof) -> str:
     """Return a layout's row: verdict, errors and, if it is wrong, the command that repeats it."""
+    if isinstance(errors, GraphProof):
+        row = _row_start(number, count, "ok" if errors.right else "WRONG")
+        row += f"{errors.calls} calls, {errors.replays} replays  {layout}"
+        return "\n    ".join([row, *errors.differences, *errors.unequal])
     wrong = not errors.worst <= LIMITS[layout.dtype]
     row = _row_start(number, count, "WRONG" if wrong else "ok")
     for kind in _COLUMNS:
@@ -129,7 +142,7 @@ def judge(layouts: Sequence[Layout], lines: Sequence[str]) -> dict:
         if not line.endswith("\n"):
             break
         row = json.loads(line)
-        error = Errors(**row["errors"]).worst
+        error = _worst(row["errors"])
         worst[layout.dtype] = max(error, worst.get(layout.dtype, 0.0))
         right += row["layout"] == str(layout) and error <= LIMITS[layout.dtype]
     finite = {dtype: e if math.isfinite(e) else None for dtype, e in worst.items()}  # for JSON
@@ -141,6 +154,13 @@ def judge(layouts: Sequence[Layout], lines: Sequence[str]) -> dict:
         "limits": {dtype: LIMITS[dtype] for dtype in worst},
         "passed": right == len(layouts) == len(lines) > 0,
     }
+
+
+def _worst(errors: dict) -> float:
+    """The largest error of a row; 0 or infinity for CUDA graphs."""
+    if "replays" in errors:
+        return 0.0 if GraphProof(**errors).right else math.inf
+    return Errors(**errors).worst
 
 
 class _RefusedError(Exception):
@@ -162,10 +182,10 @@ def _prove(config: ProveConfig, summary: dict, processes: Processes | None = Non
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as file:
         try:
             if world == 1:
-                prove_rank(layouts, config.timeout, file.name)
+                prove_rank(layouts, config.timeout, file.name, config.graph)
             else:
                 backend = BACKENDS[layouts[0].device]
-                args = (layouts, config.timeout, file.name)
+                args = (layouts, config.timeout, file.name, config.graph)
                 launch(prove_rank, args, Mesh(dp=world), backend=backend, processes=processes)
         except SystemExit as error:
             failed = not isinstance(error, Stopped)

@@ -25,6 +25,11 @@ axes of 3, 5 and 6, and different sizes each time. Layout i is drawn from seed +
 follows the types of one rank's program per stage (see `typecheck` in this folder), on any mesh,
 in seconds.
 
+``warpweave prove --graph --dp 2 --zero 3`` proves that CUDA graphs of a training step are safe,
+without a GPU: it records two steps that differ in everything that changes during training, lists
+each number, memory address, host read and order of calls in which they differ, and compares
+replays of a recorded step with ordinary steps, bit for bit.
+
 ``TRITON_INTERPRET=1 warpweave prove --dp 2 --tp 2 --impl triton`` proves a layout and the kernels
 together: everything that has a Triton kernel runs it, in the interpreter.
 
@@ -52,7 +57,7 @@ from warpweave.prove.layouts import Layout, Style, all_layouts, draw
 # Options that --typecheck ignores: it follows one program, not its values, order or messages.
 _UNSEEN = ("all", "world", "random", "seed", "dp_shard", "zero", "reduce", "schedule",
            "cp_strategy", "packed", "microbatches", "overlap", "optimizer", "dtype", "device",
-           "impl", "timeout")  # fmt: skip
+           "impl", "timeout", "graph")  # fmt: skip
 
 _RANKS = 64  # processes that a layout may ask for
 
@@ -120,6 +125,9 @@ class ProveConfig:
     rank."""
     impl: shared.Implementation = None
     timeout: shared.Timeout = 60.0
+    graph: bool = False
+    """Prove instead that CUDA graphs of a training step are safe: record the step with different
+    data, and compare replays with ordinary steps bit for bit."""
     typecheck: bool = False
     """Typecheck the program on a mesh of any size instead of running ranks. Options that have no
     effect on types are rejected."""
@@ -210,12 +218,32 @@ class ProveConfig:
         dtypes = both if self.dtype == "both" else (self.dtype,)
         where = {"device": self.device, "impl": impl}
         every = [dataclasses.replace(x, dtype=d, **where) for x in chosen for d in dtypes]
+        if self.graph and several:
+            every = [layout for layout in every if _captured(layout)]
         for layout in every:
             layout.model.check(layout.mesh, layout.plan)
+            if self.graph:
+                _check_capture(layout)
         every.sort(key=lambda layout: -layout.mesh.world)
         if self.device == "cuda":
             choose_backend(every[0].mesh.world, "nccl")
         return every
+
+
+def _check_capture(layout: Layout) -> None:
+    """Raise ValueError if steps under this layout cannot be CUDA graphs."""
+    from warpweave.model.engine_graph import check_capture
+
+    check_capture(layout.plan, layout.mesh, layout.impl, packed=layout.packed)
+
+
+def _captured(layout: Layout) -> bool:
+    """Return True if steps under this layout can be CUDA graphs."""
+    try:
+        _check_capture(layout)
+    except ValueError:
+        return False
+    return True
 
 
 def parse(argv: list[str] | None = None) -> ProveConfig:

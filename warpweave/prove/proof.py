@@ -147,7 +147,7 @@ def _ratio(error: float, unit: float) -> float:
     return error / unit if error and unit else math.inf if error else 0.0
 
 
-def _engine(layout: Layout, mesh: ConnectedMesh, timeout: float) -> Engine:
+def make_engine(layout: Layout, mesh: ConnectedMesh, timeout: float) -> Engine:
     """Build the engine that trains under `layout`."""
     rule: Rule = AdamW(**ADAMW, impl=layout.impl)
     if layout.optimizer == "muon":
@@ -183,7 +183,7 @@ def prove_layout(
         True
     """
     sizes = layout.sizes
-    engine = _engine(layout, mesh, timeout)
+    engine = make_engine(layout, mesh, timeout)
     group, device = mesh.group("world"), engine.device
     told = layout.model, sizes, NAMED_DTYPES[layout.dtype], group, device, layout.optimizer
     rule = (layout.schedule, layout.mesh.pp, layout.mesh.dp, layout.microbatches)

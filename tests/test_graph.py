@@ -1,0 +1,317 @@
+"""CUDA graphs of training steps, shown safe without a GPU: numbers that change are device data,
+recorded steps do not differ, and replays have the bits of ordinary steps."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from warpweave.kernels.attention import attention
+from warpweave.kernels.dropout import Drop, dropout
+from warpweave.kernels.gemm import fused_gemm
+from warpweave.kernels.norm import layer_norm
+from warpweave.model.config import PRESETS
+from warpweave.model.engine import Engine
+from warpweave.model.engine_graph import check_capture
+from warpweave.parallel.data import optimizer
+from warpweave.parallel.mesh import Mesh, single
+from warpweave.prove import Layout, graph_safe, prove_graph
+from warpweave.prove.recording import PretendedGraph, Recording
+
+# ---------------------------------------------------------------- numbers as device data
+
+
+def _dropped(seed: int | torch.Tensor, impl: str) -> list[torch.Tensor]:
+    """Results and gradients of everything that has dropout."""
+    x = torch.randn(12, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    weight, bias = torch.ones(64, requires_grad=True), torch.zeros(64, requires_grad=True)
+    drop, q = Drop(0.3, seed, 2, torch.arange(12) + 2**33), x.view(1, 12, 4, 16)
+    y, s = layer_norm(x, weight, bias, drop=drop, impl=impl)
+    every = [dropout(x, drop, impl=impl), y, s]
+    every += [attention(q, q, q, dropout=0.4, dropout_seed=seed, impl=impl)]
+    sum((t * t * t).sum() for t in every).backward()
+    fused, _ = fused_gemm(x.detach(), weight.detach().diag(), drop=drop, impl=impl)
+    return [*every, fused, x.grad, weight.grad, bias.grad]
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("seed", [0, 5, 2**40 + 7])
+def test_a_seed_in_a_tensor_drops_what_the_number_drops(seed, impl):
+    for a, b in zip(_dropped(seed, impl), _dropped(torch.tensor(seed), impl), strict=True):
+        assert torch.equal(a, b)
+    other = _dropped(torch.tensor(seed + 1), impl)
+    assert not any(map(torch.equal, other[:5], _dropped(seed, impl)[:5]))
+
+
+@pytest.mark.parametrize(
+    ("seed", "found"),
+    [
+        (torch.tensor([3]), r"int64 \[1\]"),
+        (torch.tensor(3, dtype=torch.int32), r"int32 \[\]"),
+        (torch.tensor(3, device="meta"), "on one device"),
+    ],
+)
+def test_a_seed_in_a_tensor_must_be_an_int64_on_the_device(seed, found):
+    x, tokens = torch.ones(4, 8), torch.arange(4)
+    q = x.view(1, 4, 1, 8)
+    for call in (
+        lambda: dropout(x, Drop(0.5, seed, 0, tokens)),
+        lambda: layer_norm(x, torch.ones(8), drop=Drop(0.5, seed, 0, tokens)),
+        lambda: attention(q, q, q, dropout=0.5, dropout_seed=seed),
+    ):
+        with pytest.raises(ValueError, match=found):
+            call()
+
+
+# ---------------------------------------------------------------- the engine
+
+
+def _prove(rank: int, layouts: list[Layout]) -> list:
+    return [prove_graph(layout, layout.mesh.connect(), 300.0) for layout in layouts]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize(
+    ("style", "dtype"), [("gpt2", "fp16"), ("qwen", "bf16"), ("llama", "fp32")]
+)
+def test_a_graph_repeats_steps_bit_for_bit_on_one_device(style, dtype, optimizer):
+    layout = Layout(Mesh(), style=style, dtype=dtype, optimizer=optimizer, recompute="full")
+    proof = prove_graph(layout, single())
+    assert proof.right, proof
+    assert proof.calls > 500
+    assert proof.replays == 5
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [Layout(Mesh(dp=2), zero=zero, dtype=d) for zero, d in zip(range(4), ["fp32", "bf16"] * 2)],
+        [Layout(Mesh(tp=2), sequence_parallel=sp, dtype="bf16") for sp in (False, True)]
+        + [Layout(Mesh(cp=2), strategy="ring", dtype="fp32", style="llama")],
+        [Layout(Mesh(cp=2), strategy="ulysses", dtype="fp32"),
+         Layout(Mesh(dp=2), reduce="ordered", dtype="fp32", optimizer="muon", zero=2)],
+    ],
+    ids=["data", "tensor and ring", "ulysses and ordered"],
+)  # fmt: skip
+def test_a_graph_repeats_steps_bit_for_bit_on_two_ranks(layouts):
+    for proofs in run_ranks(2, _prove, layouts):
+        for layout, proof in zip(layouts, proofs, strict=True):
+            assert proof.right, (layout, proof)
+
+
+def test_packed_documents_and_kernels_are_replayed_too():
+    """The launches of Triton kernels are recorded, and a packed step has no host read."""
+    layout = Layout(Mesh(), style="llama", dtype="fp32", packed=True, impl="triton", count=1)
+    proof = prove_graph(layout, single())
+    assert proof.right, proof
+
+
+def _batch(engine: Engine) -> tuple[torch.Tensor, ...]:
+    tokens = torch.randint(0, 256, (1, engine.micro_batch_size, engine.config.seq_len))
+    return tokens, tokens, torch.arange(engine.micro_batch_size)[None]
+
+
+def test_shapes_are_captured_separately_and_only_so_many():
+    """Documents of another count are another shape. Steps without an update are not captured."""
+    engine, graphs = Engine(PRESETS["toy"], single()), []
+
+    def new_graph():
+        graphs.append(PretendedGraph())
+        return graphs[-1]
+
+    engine.use_graphs(new_graph)
+    batch = _batch(engine)
+    engine.step(*batch, lr=None)
+    assert not graphs
+    engine.step(*batch, lr=1e-3)
+    engine.step(*batch, lr=torch.tensor(1e-3, dtype=torch.float64))
+    assert len(graphs) == 2
+    with mock.patch("warpweave.model.engine_graph._SHAPES", 2):
+        engine.step(*batch, lr=1e-3, key=torch.tensor(1))
+    assert len(graphs) == 2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "message"),
+    [
+        (
+            Mesh(pp=2),
+            {},
+            r"CUDA graphs need pp = 1 and a synchronous schedule, got pp = 2 and 1f1b",
+        ),
+        (Mesh(outer=2), {}, "need one replica, got 2 outer replicas"),
+        (Mesh(tp=2), {"overlap": "fused", "impl": "triton"}, "none, bulk, or chunked, got 'fused'"),
+        (Mesh(), {"packed": True}, "packed documents need impl 'triton', got 'torch'"),
+    ],
+)
+def test_a_layout_that_cannot_be_captured_is_refused_by_name(mesh, options, message):
+    layout = Layout(mesh, **options)
+    with pytest.raises(ValueError, match=message):
+        check_capture(layout.plan, layout.mesh, layout.impl, packed=layout.packed)
+
+
+def test_a_cpu_has_no_cuda_graphs():
+    with pytest.raises(ValueError, match=r"^cuda_graph=True needs a CUDA device, got cpu$"):
+        Engine(PRESETS["toy"], single(), cuda_graph=True)
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def _found(step, *examples) -> list[str]:
+    return [str(each) for each in graph_safe(step, *examples)]
+
+
+X = torch.arange(4.0)
+ONE, TWO = (torch.tensor(1.0),), (torch.tensor(2.0),)
+
+
+class _Faults:
+    """Steps with one fault each, which a graph would repeat without an error."""
+
+    def __init__(self) -> None:
+        self.n, self.scale = 0, torch.ones(())
+        self.weights = torch.ones(4)
+
+    def seed_as_a_number(self, x):
+        self.n += 1
+        return dropout(X[None], Drop(0.5, self.n, 0, torch.zeros(1, dtype=torch.int64)))
+
+    def rate_as_a_number(self, x):
+        self.n += 1
+        self.weights.sub_(x, alpha=0.1 * self.n)
+
+    def rebound_loss_scale(self, x):
+        self.scale = self.scale * x
+
+    def host_read(self, x):
+        return X * x.item()
+
+    def host_read_of_a_list(self, x):
+        return X * x.tolist()
+
+    def branch_on_a_value(self, x):
+        return X * 2 if x > 1 else X
+
+    def fresh_buffer(self, x):
+        self.n += 1
+        return torch.tensor(float(self.n)) * x
+
+    def another_slice(self, x):
+        self.n += 1
+        return X[self.n % 3 :].sum() * x
+
+    def another_order(self, x):
+        self.n += 1
+        first, second = (torch.sin, torch.cos)[:: 1 if self.n % 2 else -1]
+        return second(first(x))
+
+    def sometimes_more(self, x):
+        self.n += 1
+        return x.sin() if self.n % 2 else x.sin().cos()
+
+    def data_dependent_shape(self, x):
+        return X[x < X]
+
+    def another_dtype(self, x):
+        self.n += 1
+        return x.to(torch.float64 if self.n % 2 else torch.float16)
+
+
+@pytest.mark.parametrize("name", [name for name in vars(_Faults) if not name.startswith("_")])
+def test_a_planted_fault_is_found_with_its_line(name):
+    faults = _Faults()
+    found = _found(getattr(faults, name), ONE, TWO)
+    assert found
+    assert all("test_graph:" in each or "warpweave." in each for each in found)
+
+
+def _collectives_in_another_order(rank: int) -> list[list[str]]:
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    count = [0]
+
+    def step(x):
+        count[0] += 1
+        for group in groups[:: 1 if count[0] % 2 else -1]:
+            dist.all_reduce(x, group=group)
+
+    def right(x):
+        for group in groups:
+            dist.all_reduce(x, group=group)
+
+    return [_found(each, ONE, TWO) for each in (step, right)]
+
+
+def test_collectives_of_groups_in_another_order_are_found():
+    for wrong, right in run_ranks(2, _collectives_in_another_order):
+        assert any("group" in each for each in wrong)
+        assert not right
+
+
+def test_the_faults_of_an_engine_are_found(monkeypatch):
+    """A loss scale that is rebound, as it once was, and a key that is passed as a number."""
+    engine = Engine(PRESETS["toy"], single(), dtype=torch.float16)
+    batch, count = _batch(engine), [0]
+
+    def step():
+        count[0] += 1
+        engine.step(*batch, lr=1e-3, key=7)
+
+    assert not graph_safe(step)
+
+    def rebind(self, overflow, halted=None):
+        self.value = torch.where(overflow.bool(), self.value * 0.5, self.value)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(optimizer.LossScale, "update", rebind)
+        assert any(each.kind == "storage" for each in graph_safe(step))
+
+    def with_numbers():
+        count[0] += 1
+        engine.step(*batch, lr=1e-3 * count[0], key=7)
+
+    kinds = {each.kind for each in graph_safe(with_numbers)}
+    assert kinds == {"number"}
+
+
+# ---------------------------------------------------------------- recordings
+
+
+def test_a_capture_changes_nothing_and_a_replay_repeats_its_numbers():
+    x, scale, graph = torch.ones(3), [2.0], PretendedGraph()
+
+    def step():
+        x.mul_(scale[0]).add_(torch.zeros(3))
+        return x.sum()
+
+    total = graph.capture(step)
+    assert x.tolist() == [1.0] * 3
+    scale[0] = 5.0
+    for power in (2, 4, 8):
+        graph.replay()
+        assert x.tolist() == [float(power)] * 3
+        assert total.item() == 3.0 * power
+
+
+def test_a_capture_refuses_a_host_read():
+    with pytest.raises(RuntimeError, match=r"_local_scalar_dense.* reads a result on the host"):
+        PretendedGraph().capture(lambda: torch.ones(()).item())
+
+
+def test_a_recording_keeps_the_order_of_forward_backward_and_resizes():
+    w, buffer = torch.ones(2, requires_grad=True), torch.zeros(4)
+    with Recording() as recording:
+        buffer.untyped_storage().resize_(32)
+        (w.sin() * 2).sum().backward()
+    names = [call.name.removeprefix("aten.").split(".")[0] for call in recording.calls]
+    assert names.index("resize_") < names.index("sin") < names.index("cos")
+    assert all("test_graph" in call.where for call in recording.calls)
+
+
+def test_graph_safe_needs_steps_to_compare():
+    with pytest.raises(ValueError, match="needs two or more examples"):
+        graph_safe(lambda x: x, ONE)
