@@ -370,7 +370,7 @@ def test_wrong_arguments_of_a_step_are_refused(monkeypatch):
             engine.step(tokens, labels, ids, lr=0.1, documents=documents)
         with pytest.raises(ValueError, match="documents must "):
             engine.evaluate(tokens, labels, documents)
-    with pytest.raises(ValueError, match=r"temperature must not be negative, got -1"):
+    with pytest.raises(ValueError, match=r"temperature must be finite and at least 0, got -1"):
         engine.generate(torch.tensor([1]), 3, temperature=-1.0)
     for prompt, words in (
         (torch.tensor([1.0]), "be int64, got torch.float32"),

@@ -26,8 +26,8 @@ ROOMS = {
             "heartbeat interrupt < blame processes < devices supervise < session < ranks"
         ),
         "warpweave.model": (
-            "config engine_update plain < engine_graph gpt < generate < engine_checks engine_passes < "
-            "engine_text < engine"
+            "config engine_update plain < engine_graph gpt < generate < "
+            "engine_checks engine_passes < engine_text < engine"
         ),
         "warpweave.plan": (
             "device memory options timeline < fits page time < choose layout < explain < command"

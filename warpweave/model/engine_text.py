@@ -29,8 +29,6 @@ def continue_text(
     forward: runs a micro-batch through all stages, and returns the result of its second argument on
     the last stage, otherwise None.
     """
-    if sampling.temperature < 0:
-        raise ValueError(f"temperature must not be negative, got {sampling.temperature}")
     check_int64(prompt=prompt)
     if prompt.ndim != 1 or not len(prompt):
         raise ValueError(f"prompt must have shape [n >= 1], got {[*prompt.shape]}")

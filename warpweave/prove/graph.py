@@ -23,7 +23,7 @@ from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.prove.expected import KEY, RATES, batch, documents
 from warpweave.prove.layouts import Layout
 from warpweave.prove.proof import make_engine
-from warpweave.prove.recording import Difference, PretendedGraph, Recording, differences
+from warpweave.prove.recording import Difference, PretendedGraph, Recording, compare_recordings
 
 _REPLAYS = 5  # after two steps without a graph
 
@@ -51,11 +51,13 @@ def graph_safe(
         >>> graph_safe(lambda y: x.add_(y), (torch.ones(4),), (torch.zeros(4),))
         []
     """
-    first, *others = _record(step, examples, warm_up)
-    return list(dict.fromkeys(found for other in others for found in differences(first, other)))
+    first, *others = _recorded_steps(step, examples, warm_up)
+    return list(
+        dict.fromkeys(found for other in others for found in compare_recordings(first, other))
+    )
 
 
-def _record(
+def _recorded_steps(
     step: Callable[..., Any], examples: Sequence[Sequence[Any]], warm_up: int = 2
 ) -> list[Recording]:
     """Record the step with each example; see `graph_safe`."""
@@ -65,7 +67,7 @@ def _record(
     static = tree_map_only(Tensor, torch.clone, tuple(examples[0]))
     recordings = []
     for number in range(-warm_up, len(examples)):
-        arguments = tree_map(_copied, static, tuple(examples[number % len(examples)]))
+        arguments = tree_map(_filled, static, tuple(examples[number % len(examples)]))
         recording = Recording()
         with nullcontext() if number < 0 else recording:
             step(*arguments)
@@ -73,7 +75,7 @@ def _record(
     return recordings
 
 
-def _copied(into: Any, x: Any) -> Any:
+def _filled(into: Any, x: Any) -> Any:
     """A tensor's fixed buffer with the values of `x`, or `x` if it is no tensor."""
     return into.copy_(x) if isinstance(into, Tensor) else x
 
@@ -123,9 +125,9 @@ def prove_graph(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> G
                 unequal[f"{kind} of {record.name} has other bits in a graph"] = None
     step = replayed.graphs.step
     examples = [(as_tensors(_inputs(layout, mesh, number)),) for number in range(3)]
-    first, *others = _record(lambda inputs: step(**inputs), examples)
+    first, *others = _recorded_steps(lambda inputs: step(**inputs), examples)
     where = mesh.sizes.describe(mesh.rank)
-    texts = [f"{each} on {where}" for other in others for each in differences(first, other)]
+    texts = [f"{each} on {where}" for other in others for each in compare_recordings(first, other)]
     ranks = exchange([texts, list(unequal)], mesh.group("world"))
     every = (tuple(dict.fromkeys(x for rank in ranks for x in rank[i])) for i in (0, 1))
     return GraphProof(len(first.calls), _REPLAYS, *every)

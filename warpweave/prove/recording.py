@@ -5,7 +5,7 @@ order. What a step reads on the host, or passes as a number that changes, is the
 error. All of this is visible without a GPU, where a step calls torch's dispatcher:
 
     Recording          the calls of a step, with their numbers, and their tensors by storage
-    differences        of two recordings: what a graph of the first would do wrongly in the second
+    compare_recordings of two recordings: what a graph of the first would do wrongly in the second
     PretendedGraph     captures a step on any device, and replays its calls on the same storages
 
 A call is an operator of torch or of this library, a collective, a launch of a Triton kernel, or a
@@ -36,7 +36,7 @@ _TO_HOST = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _LATER = ("send", "recv_")  # messages that must be started on both sides before one is waited for
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """A tensor of a call: the name of its storage, and the part that it covers."""
 
     storage: str
@@ -52,7 +52,7 @@ class Call:
 
     Attributes:
         name: of the operator or kernel.
-        values: its numbers, words and `Place`s, in order.
+        values: its numbers, words and extents, in order.
         where: the line that made it, outside of torch.
         again: repeats it on the same storages, and returns the work to wait for.
         reads: True if the host waits for its result.
@@ -106,7 +106,7 @@ class Recording(TorchDispatchMode):
         stack.enter_context(_HostReads(self))
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", self._resizing(resize)))
         if dist.is_available():
-            stack.enter_context(patch.object(dist.Work, "wait", _unseen(dist.Work.wait)))
+            stack.enter_context(patch.object(dist.Work, "wait", _without_modes(dist.Work.wait)))
         if HAS_TRITON:
             from triton.runtime.interpreter import InterpretedFunction
             from triton.runtime.jit import JITFunction
@@ -189,7 +189,7 @@ class Recording(TorchDispatchMode):
         """A value that can be compared: of a tensor its place, of an object its type."""
         if isinstance(x, Tensor):
             storage = self._storage(x.untyped_storage(), made)
-            return Place(storage, x.storage_offset(), tuple(x.shape), x.stride(), x.dtype)
+            return Extent(storage, x.storage_offset(), tuple(x.shape), x.stride(), x.dtype)
         if isinstance(x, torch.ScriptObject):
             return _process_group(x) or str(x._type())
         return x if isinstance(x, _COMPARED) or x is None else type(x).__name__
@@ -210,7 +210,7 @@ _COMPARED = (bool, int, float, complex, str, torch.dtype, torch.device, torch.la
 _COMPARED += (torch.memory_format,)
 
 
-def _unseen(wait: Callable[..., Any]) -> Callable[..., Any]:
+def _without_modes(wait: Callable[..., Any]) -> Callable[..., Any]:
     """A work's `wait` whose operators are not recorded: gloo copies results there, NCCL does
     not."""
 
@@ -274,7 +274,7 @@ def _caller() -> str:
 # ---------------------------------------------------------------- comparison
 
 
-def differences(first: Recording, second: Recording) -> list[Difference]:
+def compare_recordings(first: Recording, second: Recording) -> list[Difference]:
     """What a graph of the step `first` would do wrongly in the step `second`.
 
     Every difference is listed once per line of code. After a difference in the order of calls,
@@ -304,7 +304,7 @@ def differences(first: Recording, second: Recording) -> list[Difference]:
 
 
 def _difference(call: Call, x: Any, y: Any) -> Difference:
-    if isinstance(x, Place) and isinstance(y, Place):
+    if isinstance(x, Extent) and isinstance(y, Extent):
         if x.storage != y.storage:
             return Difference("storage", call.name, call.where, x.storage, y.storage)
         texts = (f"{[*p.shape]} at {p.offset} with strides {p.strides}" for p in (x, y))
