@@ -52,10 +52,12 @@ def split_options(
 ) -> tuple[AttentionOptions, tuple[torch.Tensor | None, ...]]:
     """Checked options without tensors, and the tensors, for autograd to save; see
     `join_options`."""
-    seed, plain = options.dropout_seed, options._replace(documents=None, table=None)
+    seed, documents = options.dropout_seed, options.documents
+    assert not isinstance(documents, Packed)  # `checked` has split it
+    plain = options._replace(documents=None, table=None)
     if not isinstance(seed, torch.Tensor):
-        return plain, (options.documents, None, options.table)
-    return plain._replace(dropout_seed=0), (options.documents, seed, options.table)
+        return plain, (documents, None, options.table)
+    return plain._replace(dropout_seed=0), (documents, seed, options.table)
 
 
 def join_options(

@@ -174,7 +174,10 @@ class Engine:
         check_batch(tokens, labels, sample_ids, documents, expected=self._batch)
         self._feed(tokens, labels, sample_ids, key, documents)
 
-    def _feed(self, tokens, labels, sample_ids, key, documents) -> None:
+    def _feed(
+        self, tokens: Tensor, labels: Tensor, sample_ids: Tensor, key: int | Tensor,
+        documents: Tensor | None,
+    ) -> None:  # fmt: skip
         """`feed` without checks."""
         if not self.gpt.training:  # train() walks over all modules
             self.gpt.train()
@@ -290,8 +293,9 @@ class Engine:
         self.graphs = StepGraphs(whole, new_graph)
 
     def _begin(
-        self, tokens, labels, sample_ids, lr, key, interrupted, documents=None, halted=None,
-        on_action=None,
+        self, tokens: Tensor, labels: Tensor, sample_ids: Tensor, *, lr: float | Tensor | None,
+        key: int | Tensor, interrupted: float | Tensor, documents: Tensor | None = None,
+        halted: Tensor | None = None, on_action: OnAction | None = None,
     ) -> Pending:  # fmt: skip
         """`begin` without checks and graphs."""
         for unit in self.units:

@@ -112,7 +112,8 @@ class _Captured:
         self, graph: Graph, step: Callable[..., StepResult], static: dict[str, Tensor]
     ) -> None:
         self._graph, self._step, self._static = graph, step, static
-        self._runs, self._result = 0, None
+        self._result: StepResult | None = None
+        self._runs = 0
 
     def run(self, given: Mapping[str, Tensor | float]) -> StepResult:
         for name, x in given.items():

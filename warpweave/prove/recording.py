@@ -206,8 +206,10 @@ class Recording(TorchDispatchMode):
         return self._names[key]
 
 
-_COMPARED = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout)
-_COMPARED += (torch.memory_format,)
+_COMPARED: tuple[type, ...] = (
+    *(bool, int, float, complex, str),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 
 
 def _without_modes(wait: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,7 +255,7 @@ def _repeat(func: Any, args: tuple, kwargs: dict[str, Any], results: list[Any]) 
     for into, x in zip(results, (x for x in found if isinstance(x, Tensor)), strict=True):
         if into is not None and into.numel():
             into.copy_(x)
-    work = [x for x in found if isinstance(x, torch.ScriptObject)]
+    work: list[Any] = [x for x in found if isinstance(x, torch.ScriptObject)]
     if func.overloadpacket.__name__ in _LATER:
         return work
     for each in work:
@@ -264,7 +266,7 @@ def _repeat(func: Any, args: tuple, kwargs: dict[str, Any], results: list[Any]) 
 def _caller() -> str:
     """The innermost line that is neither torch's nor of this file."""
     frame = sys._getframe(2)
-    inside = os.path.dirname(torch.__file__), __file__, os.path.dirname(patch.__code__.co_filename)
+    inside = os.path.dirname(torch.__file__), __file__
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame = frame.f_back
     module = frame.f_globals.get("__name__", "")
