@@ -226,8 +226,7 @@ def test_shards_with_padding_equal_the_whole(shards, width, vocab, smoothing, im
 
 @IMPLS
 @pytest.mark.parametrize(
-    "fault",
-    ["padding takes part", "local vocabulary", "local lse", "no gradient of the z-loss"],
+    "fault", ["padding takes part", "local vocabulary", "local lse", "no gradient of the z-loss"]
 )
 def test_planted_faults_are_seen(fault, impl):
     errors, _ = _sharded_errors(4, 12, 41, impl, 0.1, fault)

@@ -424,9 +424,7 @@ def test_what_no_token_file_can_hold_is_not_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_token_outside_the_vocabulary_is_rejected_when_data_is_read(
-    tmp_path: Path,
-) -> None:
+def test_token_outside_the_vocabulary_is_rejected_when_data_is_read(tmp_path: Path) -> None:
     write_token_file(tmp_path / "a.bin", np.arange(100), vocab_size=100)
     sidecar = tmp_path / "a.bin.json"
     sidecar.write_text(sidecar.read_text().replace('"vocab_size": 100', '"vocab_size": 50'))

@@ -215,9 +215,7 @@ def test_a_rank_carries_its_state_and_the_step_of_the_last_whole_checkpoint(monk
     }  # fmt: skip
 
 
-def test_the_row_that_a_rank_carries_is_of_its_weights(
-    monkeypatch,
-):
+def test_the_row_that_a_rank_carries_is_of_its_weights(monkeypatch):
     monkeypatch.setattr(trainer, "held_state", lambda optimizer: None)
     found = _trainer(7, _row=({"step": 6}, 0.5), member=mock.Mock())
     found.saver.path = None

@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from warpweave.layers.records import collect_records
 from warpweave.parallel.data.unit import make_unit
 from warpweave.parallel.mesh import single
-from warpweave.parallel.pipeline import (
-    Distributed,
-    InFlight,
-    InProcess,
-    ModuleStage,
-    execute,
-)
+from warpweave.parallel.pipeline import Distributed, InFlight, InProcess, ModuleStage, execute
 from warpweave.parallel.pipeline.losses import LOSS, add_losses, split_losses
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.schedule import Schedule, gpipe, interleaved, with_comm

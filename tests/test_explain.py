@@ -14,13 +14,7 @@ from test_ring import Case
 from warpweave.kernels.devices import A100
 from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.parallel import messages
-from warpweave.parallel.context import (
-    Links,
-    attention,
-    context_attention,
-    gather,
-    measure_links,
-)
+from warpweave.parallel.context import Links, attention, context_attention, gather, measure_links
 from warpweave.parallel.context.explain import StrategyCost, explain, table
 from warpweave.parallel.layout import SequenceLayout, balance
 from warpweave.parallel.mesh import Mesh

@@ -309,9 +309,7 @@ def test_cublas_writes_a_first_16_bit_product_into_its_fp32_buffer():
     assert "aten.copy_.default" not in called
 
 
-def test_on_cuda_the_kernel_adds_16_bit_products_to_fp32_and_torch_the_rest(
-    monkeypatch,
-):
+def test_on_cuda_the_kernel_adds_16_bit_products_to_fp32_and_torch_the_rest(monkeypatch):
     """The test checks which one is called, with fake tensors on a GPU."""
     seen = []
     monkeypatch.setattr(kernel, "choose", lambda impl, *tensors: impl or "triton")
@@ -828,8 +826,7 @@ def test_on_cuda_a_wide_result_has_a_gradient(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("activation", "impl"),
-    [(None, "torch"), ("swiglu", "torch"), ("swiglu", "triton")],
+    ("activation", "impl"), [(None, "torch"), ("swiglu", "torch"), ("swiglu", "triton")]
 )
 def test_under_autocast_a_fused_product_keeps_the_dtype_of_its_operands(activation, impl):
     a, b, bias = (_draw(*s, dtype=torch.float32) for s in ((70, 50), (50, 66), (66,)))

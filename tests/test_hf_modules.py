@@ -370,11 +370,7 @@ def test_what_makes_the_heads_is_a_column_and_what_reads_them_the_row(name):
 SHARED_BY_NONE = {
     "its own linear layer": (("apart",), {"kind": Other}, "quantized, wrapped or hooked"),
     "two attentions": (("twice",), {}, "must call attention exactly once"),
-    "a layer that is not called": (
-        ("one more layer",),
-        {},
-        "must call attention exactly once",
-    ),
+    "a layer that is not called": (("one more layer",), {}, "must call attention exactly once"),
     "a norm in front": (
         ("a norm of x",),
         {},

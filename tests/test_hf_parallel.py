@@ -67,11 +67,7 @@ TWO = [
     ("gpt_oss", {"cp": 2}, {"strategy": "ring"}, True),  # sinks and their gradient
 ]
 BOTH = {"tp": 2, "cp": 2}
-FOUR = [
-    ("llama", BOTH, SEQUENCE, True),
-    ("qwen3", BOTH, {}, False),
-    ("gpt2", BOTH, SEQUENCE, True),
-]
+FOUR = [("llama", BOTH, SEQUENCE, True), ("qwen3", BOTH, {}, False), ("gpt2", BOTH, SEQUENCE, True)]
 
 
 @pytest.fixture(scope="module")
