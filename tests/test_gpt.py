@@ -370,10 +370,8 @@ def test_micro_batches_with_sample_ids_and_a_seed_add_up_to_the_plain_batch():
     total, count = plain_gpt_loss(params, tokens, labels, _plain(config), seed=6, sample_ids=ids)
     loss = torch.zeros((), **F64)
     for i in range(4):
-        one = slice(i, i + 1)
-        batch = gpt.micro_batch(
-            tokens[one], labels[one], torch.tensor(count), sample_ids=ids[one], seed=6
-        )
+        given = tokens[i : i + 1], labels[i : i + 1], torch.tensor(count)
+        batch = gpt.micro_batch(*given, sample_ids=ids[i : i + 1], seed=6)
         x = gpt.embed(None, batch)
         for block in gpt.blocks.values():
             x = block(x, batch.context)
@@ -463,8 +461,7 @@ def test_a_batch_without_labels_has_loss_zero():
 
 def test_inputs_that_do_not_fit_are_refused():
     gpt, ids = GPT(CONFIGS["gpt2"]), torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(RuntimeError, match=r"an id is outside \[0, 37\)"):
-        gpt(torch.full((1, 3), 37))
+    check(lambda: gpt(torch.full((1, 3), 37)), r"an id is outside \[0, 37\)", RuntimeError)
     zeros, floats = ids.new_zeros, torch.tensor([0.0, 3.0])
     for given, words in (
         ({"tokens": zeros(1, 13)}, "^a sequence has 13 tokens, but the model's limit is 12$"),
@@ -516,9 +513,7 @@ def test_inductor_gives_the_same_numbers():
     is no compiler, in this test as well."""
     # No worker outlives the test; no search for the widest vectors of this CPU by compiling.
     # Unoptimized C++ compiles faster.
-    options = {
-        "compile_threads": 1, "cpp.vec_isa_ok": False, "aot_inductor.debug_compile": True,
-    }  # fmt: skip
+    options = {"compile_threads": 1, "cpp.vec_isa_ok": False, "aot_inductor.debug_compile": True}
     config = dataclasses.replace(CONFIGS["llama"], layers=1)
     gpt, params = _scattered(config, dtype=torch.float32)
     batch = _tokens(S=7)
