@@ -536,7 +536,9 @@ def test_one_rank_checks_one_locks_and_each_ends_as_it_should(monkeypatch, capsy
     monkeypatch.setattr(train, "check_fits", memory)
     monkeypatch.setattr(train, "locked", locked)
     monkeypatch.setattr(train, "train_rank", lambda config: done.update(alone=config.dp) or 143)
-    told = lambda _, __, mesh, n, **___: done.update(launched=(mesh, n)) or 130  # noqa: E731
+    told = lambda entry, args, mesh, max_restarts, **_: (  # noqa: E731
+        done.update(launched=(mesh, max_restarts)) or 130
+    )
     monkeypatch.setattr(train, "launch", told)
     _leaves(monkeypatch, train)
     restarts = 3 * (ranks == "one again")
