@@ -106,8 +106,10 @@ def test_a_compiler_of_any_length_finds_no_way_while_it_traces(way, gpu) -> None
     (x, *weights), _ = _mlp("swiglu")
     given = [x, *(t.requires_grad_() for t in weights[:2])]
     compiled = torch.compile(mlp.mlp, backend="aot_eager", fullgraph=True, dynamic=True)
-    sums = [op(*given, **options).float().sum() for op in (mlp.mlp, compiled)]
-    found = [torch.autograd.grad(total, given[1:]) for total in sums]
+    found = [
+        torch.autograd.grad(op(*given, **options).float().sum(), given[1:])
+        for op in (mlp.mlp, compiled)
+    ]
     assert all(map(torch.equal, *found))
     once = ["epilogue", "epilogue", "hidden"]  # y's product has nothing to fuse
     assert ran == (once * 2 if way == "fused" else [])
