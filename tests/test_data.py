@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from refused import one_line
+from refused import check, one_line
 
 from warpweave.data import (
     IGNORE,
@@ -46,26 +46,16 @@ def test_any_split_of_a_batch_over_ranks_is_the_same_batch(tmp_path: Path) -> No
     assert tokens.shape == labels.shape == (8, 31)
     assert tokens.dtype == labels.dtype == torch.int64
     for ranks in (1, 2, 4, 8):
-        parts = [
-            open_dataset(source, seq_len=31, seed=5).batch(17, range(r, 8, ranks))
-            for r in range(ranks)
-        ]
-        for r, (part_tokens, part_labels) in enumerate(parts):
-            assert torch.equal(part_tokens, tokens[r::ranks])
-            assert torch.equal(part_labels, labels[r::ranks])
-    resumed = open_dataset(source, seq_len=31, seed=5).batch(17, range(8))
-    assert torch.equal(resumed[0], tokens)
+        for r in range(ranks):
+            part = open_dataset(source, seq_len=31, seed=5).batch(17, range(r, 8, ranks))
+            assert torch.equal(part[0], tokens[r::ranks])
+            assert torch.equal(part[1], labels[r::ranks])
 
 
 def test_seed_step_and_number_each_change_the_sample() -> None:
     sets = [open_dataset(seq_len=16, seed=seed) for seed in (0, 1)]
-    seen = {
-        tuple(data.batch(step, [number])[0][0].tolist())
-        for data in sets
-        for step in (0, 1, 2)
-        for number in (0, 1, 2)
-    }
-    assert len(seen) == 18
+    drawn = itertools.product(sets, range(3), range(3))
+    assert len({(*data.batch(step, [n])[0][0].tolist(),) for data, step, n in drawn}) == 18
 
 
 def test_offsets_are_uniform_and_reach_both_ends(tmp_path: Path) -> None:
@@ -121,8 +111,7 @@ def test_evaluation_samples_are_fixed_disjoint_and_spread_over_the_text(tmp_path
     assert torch.equal(one.fixed_batch([7, 3], count=100)[1], labels[[7, 3]])
     assert (tokens[0, 0], labels[-1, -1]) == (0, 999)
     assert tokens.unique().numel() == tokens.numel()
-    with pytest.raises(DataError, match=r"\[0, 4\)"):
-        one.fixed_batch([4], count=4)
+    check(lambda: one.fixed_batch([4], count=4), r"\[0, 4\)", DataError)
     exact = open_dataset(tmp_path / "a.bin", seq_len=999, split="all")
     assert exact.fixed_batch([0], count=1)[0].shape == exact.batch(0, [0])[0].shape == (1, 999)
 
@@ -146,13 +135,14 @@ def test_train_and_validation_share_no_file_and_lose_none(tmp_path: Path) -> Non
     assert again.fingerprint == validation.fingerprint != train.fingerprint
 
 
-def test_each_split_has_a_file_whatever_the_fraction():
-    files = ["a", "b", "c"]
-    for fraction in (1e-9, 0.5, 0.99):
-        train, rest = (Split(name, fraction).choose(files) for name in ("train", "validation"))
-        assert train
-        assert rest
-        assert sorted(train + rest) == files
+def test_validation_has_the_nearest_number_of_files_at_least_one_never_all() -> None:
+    for count, fraction, chosen in (
+        *((30, 0.05, 2), (7, 0.25, 2), (7, 0.2, 1), (2, 0.9, 1)),
+        *((3, 1e-9, 1), (3, 0.5, 2), (3, 0.99, 2)),
+    ):
+        files = [f"{i}.txt" for i in range(count)]
+        mine, others = (Split(name, fraction).choose(files) for name in ("validation", "train"))
+        assert (len(mine), sorted(mine + others)) == (chosen, sorted(files))
 
 
 def test_one_file_is_cut_near_its_end(tmp_path: Path) -> None:
@@ -246,12 +236,8 @@ def test_a_cut_never_parts_a_character(tmp_path: Path) -> None:
     for extra, fraction in itertools.product(range(4), (0.05, 1e-9, 0.015)):
         file = tmp_path / f"{extra}.txt"  # 150 bytes and more: the last byte, the last two
         file.write_text("x" * extra + "漢" * 50, encoding="utf-8")
-        parts = [
-            open_dataset(
-                file, seq_len=1, split=split, tokenizer=tokenizer, validation_fraction=fraction
-            )
-            for split in ("train", "validation")
-        ]
+        how = {"seq_len": 1, "tokenizer": tokenizer, "validation_fraction": fraction}
+        parts = [open_dataset(file, split=split, **how) for split in ("train", "validation")]
         if fraction < 0.05:
             assert parts[1].decode(parts[1].tokens.tolist()) == "漢"
         whole = "".join(part.decode(part.tokens.tolist()) for part in parts)
@@ -407,8 +393,7 @@ def test_a_token_file_whose_overwriting_was_cut_short_does_not_open(
     monkeypatch.setattr(token_file, "replace", die_at_sidecar)
     with pytest.raises(KeyboardInterrupt):
         write_token_file(path, np.array([4, 4, 4, 4]), vocab_size=5)
-    with pytest.raises(DataError, match=r"a\.bin\.json is missing"):
-        open_dataset(path, seq_len=2)
+    check(lambda: open_dataset(path, seq_len=2), r"a\.bin\.json is missing", DataError)
 
 
 def test_what_no_token_file_can_hold_is_not_written(tmp_path: Path) -> None:
@@ -424,9 +409,7 @@ def test_what_no_token_file_can_hold_is_not_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_token_outside_the_vocabulary_is_rejected_when_data_is_read(
-    tmp_path: Path,
-) -> None:
+def test_token_outside_the_vocabulary_is_rejected_when_data_is_read(tmp_path: Path) -> None:
     write_token_file(tmp_path / "a.bin", np.arange(100), vocab_size=100)
     sidecar = tmp_path / "a.bin.json"
     sidecar.write_text(sidecar.read_text().replace('"vocab_size": 100', '"vocab_size": 50'))
@@ -490,41 +473,21 @@ def test_a_bad_source_is_one_line_with_the_path_and_the_sizes(
 
 
 def test_an_npy_of_another_kind_or_that_its_sidecar_denies_is_refused(tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", np.zeros((3, 4), dtype=np.uint16))
-    with pytest.raises(DataError, match=r"has uint16\[3, 4\]"):
-        open_dataset(tmp_path / "a.npy", seq_len=1)
-    np.save(tmp_path / "a.npy", np.zeros(5, dtype=np.float32))
-    with pytest.raises(DataError, match=r"has float32\[5\]"):
-        open_dataset(tmp_path / "a.npy", seq_len=1)
-    with (tmp_path / "a.npy").open("wb") as file:
-        np.savez(file, np.zeros(5, dtype=np.uint16))
-    with pytest.raises(DataError, match=r"a.npy is an archive of arrays"):
-        open_dataset(tmp_path / "a.npy", seq_len=1)
-    np.save(tmp_path / "a.npy", np.zeros(5, dtype=np.uint16))
-    (tmp_path / "a.npy.json").write_text(sidecar())
-    with pytest.raises(DataError, match=r"'tokens': 5.*a.npy.json says"):
-        open_dataset(tmp_path / "a.npy", seq_len=1)
-
-
-@pytest.mark.parametrize(
-    ("count", "fraction", "chosen"), [(30, 0.05, 2), (7, 0.25, 2), (7, 0.2, 1), (2, 0.9, 1)]
-)
-def test_validation_has_the_nearest_number_of_files_and_never_all(count, fraction, chosen) -> None:
-    files = [f"{i}.txt" for i in range(count)]
-    mine, others = (Split(name, fraction).choose(files) for name in ("validation", "train"))
-    assert (len(mine), sorted(mine + others)) == (chosen, sorted(files))
+    path = tmp_path / "a.npy"
+    for write, shape, dtype, words in (
+        (np.save, (3, 4), np.uint16, r"has uint16\[3, 4\]"),
+        (np.save, 5, np.float32, r"has float32\[5\]"),
+        (np.savez, 5, np.uint16, "a.npy is an archive of arrays"),
+        (np.save, 5, np.uint16, "'tokens': 5.*a.npy.json says"),
+    ):
+        with path.open("wb") as file:
+            write(file, np.zeros(shape, dtype))
+        if "json" in words:
+            (tmp_path / "a.npy.json").write_text(sidecar())
+        check(lambda: open_dataset(path, seq_len=1), words, DataError)
 
 
 # ---- changes between two runs --------------------------------------------------------------------
-
-
-def _token_file(folder: Path, kind: str, tokens: np.ndarray) -> Path:
-    path = folder / f"tokens.{kind}"
-    if kind == "npy":
-        np.save(path, tokens)
-    else:
-        write_token_file(path, tokens, vocab_size=60000)
-    return path
 
 
 def _age(path: Path) -> None:
@@ -538,15 +501,18 @@ def _age(path: Path) -> None:
 @pytest.mark.parametrize("kind", ["bin", "npy"])
 def test_any_byte_of_a_token_file_is_in_its_fingerprint(tmp_path: Path, kind: str) -> None:
     """4 MiB, with one token changed at either end, in the middle, and halfway."""
-    tokens = (np.arange(2**21) * 7919 % 59999).astype(np.uint16)
-    path = _token_file(tmp_path, kind, tokens)
-    first = open_dataset(path, seq_len=4).fingerprint
-    assert open_dataset(path, seq_len=4, split="validation").fingerprint == first
-    found = {first}
-    for part in (slice(1), slice(2**20, 2**20 + 1), slice(-1, None), slice(2**19, 2**19 * 3)):
-        other = tokens.copy()
-        other[part] ^= 1
-        found.add(open_dataset(_token_file(tmp_path, kind, other), seq_len=4).fingerprint)
+    path, found = tmp_path / f"tokens.{kind}", set()
+    for part in (slice(0), slice(1), slice(2**20, 2**20 + 1), slice(-1, None),
+                 slice(2**19, 2**19 * 3)):  # fmt: skip
+        tokens = (np.arange(2**21) * 7919 % 59999).astype(np.uint16)
+        tokens[part] ^= 1
+        if kind == "npy":
+            np.save(path, tokens)
+        else:
+            write_token_file(path, tokens, vocab_size=60000)
+        fingerprint = open_dataset(path, seq_len=4).fingerprint
+        assert open_dataset(path, seq_len=4, split="validation").fingerprint == fingerprint
+        found.add(fingerprint)
     assert len(found) == 5
 
 
@@ -568,5 +534,4 @@ def test_a_folder_that_cannot_keep_hashes_costs_time_only(tmp_path: Path) -> Non
     (tmp_path / "other" / "digests.json").mkdir(parents=True)
     assert files.sha256(path, tmp_path / "other") == hashlib.sha256(b"some bytes").hexdigest()
     assert [found.name for found in (tmp_path / "other").iterdir()] == ["digests.json"]
-    with pytest.raises(DataError, match="cannot read"):
-        files.sha256(tmp_path / "absent", kept)
+    check(lambda: files.sha256(tmp_path / "absent", kept), "cannot read", DataError)

@@ -8,12 +8,14 @@ import json
 import os
 import re
 import sysconfig
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from refused import check
 
 from warpweave.data import (
     ByteTokenizer,
@@ -48,12 +50,10 @@ def _read(source: str | Path | None, **options) -> str:
 @pytest.mark.parametrize(
     ("pattern", "names"),
     [
-        ("*", "a.md b/a2.txt b/c/a.md z.txt"),
-        ("*.md", "a.md b/c/a.md"),
-        ("a*", "a.md b/a2.txt b/c/a.md"),
-        ("[z]*", "z.txt"),
+        ("*", "a.md b/a2.txt b/c/a.md z.txt"), ("*.md", "a.md b/c/a.md"),
+        ("a*", "a.md b/a2.txt b/c/a.md"), ("[z]*", "z.txt"),
     ],
-)
+)  # fmt: skip
 def test_a_pattern_matches_file_names_in_any_visible_folder(tmp_path, pattern, names):
     _tree(tmp_path, "z.txt", "a.md", "b/a2.txt", "b/c/a.md", ".a.md", ".b/a.md")
     (tmp_path / "loop").symlink_to(tmp_path)
@@ -98,9 +98,8 @@ def test_the_vocabulary_is_the_sidecars_or_reaches_to_the_largest_token(tmp_path
         assert open_dataset(path, seq_len=1, split="all").vocab_size == 7
         sidecar.rename(tmp_path / "a.npy.json")
     data = open_dataset(path, seq_len=3, split="all")
-    assert (data.vocab_size, data.tokens.tolist(), data.tokens.dtype) == (
-        vocab_size, [0, 6, 3, 5], ids.dtype
-    )  # fmt: skip
+    assert (data.vocab_size, data.tokens.dtype) == (vocab_size, ids.dtype)
+    assert data.tokens.tolist() == [0, 6, 3, 5]
     assert (data.name, data.tokenizer_name, data.starts.tolist()) == (str(path), None, [0])
     for ids in ([5, 0, 11], torch.tensor([5, 0, 11]), np.array([5, 0, 11])):
         assert data.decode(ids) == "5 0 11"
@@ -120,9 +119,7 @@ def test_added_tokens_count_in_vocabulary_and_are_inserted_only_in_prompts(tmp_p
     added = [AddedToken(f"<{i}>", special=True) for i in range(more)]
     words.add_special_tokens(added)
     if more:
-        words.post_processor = processors.TemplateProcessing(
-            single="<0> $A", special_tokens=[("<0>", 3)]
-        )
+        words.post_processor = processors.TemplateProcessing("<0> $A", special_tokens=[("<0>", 3)])
     words.save(str(tmp_path / "t.json"))
     found = JsonTokenizer(tmp_path / "t.json")
     assert found.vocab_size == 3 + more
@@ -242,9 +239,8 @@ def test_the_hash_of_a_token_file_is_kept_in_the_cache_of_its_dataset(tmp_path, 
     data = open_dataset(path, seq_len=2, cache=tmp_path / "cache")
     plain = open_dataset(path, seq_len=2)
     kept = json.loads((tmp_path / "cache" / "digests.json").read_text())
-    assert {name: found[-1] for name, found in kept.items()} == {
-        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
-    }
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert {name: found[-1] for name, found in kept.items()} == {str(path): digest}
     assert data.fingerprint == plain.fingerprint
     assert data.fingerprint.startswith("whole:")
 
@@ -271,8 +267,8 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
         file.write(b"half")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(DataError, match=rf"^cannot write {here}/file: No space left on device$"):
-        replace(path, fails)
+    words = rf"^cannot write {here}/file: No space left on device$"
+    check(lambda: replace(path, fails), words, DataError)
     assert path.read_bytes() == b"new"
     assert sorted(tmp_path.iterdir()) == [path, other]
     with pytest.raises(DataError, match=rf"^cannot write {here}/none/file: No such file"):
@@ -283,10 +279,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     here = re.escape(str(tmp_path))
     assert read_whole(_tree(tmp_path, "a") / "a") == b"<a>"
     for call in (read_whole, sha256):
-        with pytest.raises(DataError, match=rf"^cannot read {here}/none: No such file or dir"):
-            call(tmp_path / "none")
-        with pytest.raises(DataError, match=rf"^cannot read {here}: Is a directory$"):
-            call(tmp_path)
+        none = partial(call, tmp_path / "none")
+        check(none, rf"^cannot read {here}/none: No such file or dir", DataError)
+        check(partial(call, tmp_path), rf"^cannot read {here}: Is a directory$", DataError)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", "[" * 100_000], ids="{:.2}".format)

@@ -15,6 +15,11 @@ import torch.nn.functional as F
 from close import assert_close_f64
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from warpweave.layers.sharding.declare import shard
 
 SHAPE = (4, 6, 4)
 Form = Callable[[Tensor, Tensor], Any]
@@ -204,16 +209,10 @@ def _run(model: nn.Module) -> tuple[Tensor, ...]:
 
 
 def _mesh() -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
     return init_device_mesh("cpu", (2,), mesh_dim_names=("r",))
 
 
 def _as_one_device(rank: int, forms: str) -> None:
-    from torch.distributed.tensor import Partial, Shard
-
-    from warpweave.layers.sharding.declare import shard
-
     torch.set_default_dtype(torch.float64)
     mesh, reads = _mesh(), forms == "reads"
     for number, form in enumerate(READS if reads else WRITES):
@@ -241,29 +240,19 @@ def test_sharded_memory_is_that_of_one_device(forms: str) -> None:
 
 
 REFUSED: list[tuple[Form, str]] = [
-    (
-        lambda x, t: x.unsqueeze_(0),
-        "unsqueeze_ cannot change the shape of a DTensor in place; use unsq",
-    ),
+    (lambda x, t: x.unsqueeze_(0),
+     "unsqueeze_ cannot change the shape of a DTensor in place; use unsq"),
     (lambda x, t: x.transpose_(0, 1), "the shape of a DTensor in place; use transpose, which"),
-    (
-        lambda x, t: setattr(x, "data", t),
-        "x.data = y has no effect if x is a DTensor; write x.copy_(y)",
-    ),
-    (
-        lambda x, t: torch.abs(t, out=x[0]),
-        "expected out= of shape (4, 6, 4), got a DTensor of shape (6, 4)",
-    ),
-    (
-        lambda x, t: torch._foreach_zero_([x[:, 1:], x[1:]]),
-        "_foreach_zero_ writes to two views of the same sharded tensor at once; write to them one",
-    ),
-]
+    (lambda x, t: setattr(x, "data", t),
+     "x.data = y has no effect if x is a DTensor; write x.copy_(y)"),
+    (lambda x, t: torch.abs(t, out=x[0]),
+     "expected out= of shape (4, 6, 4), got a DTensor of shape (6, 4)"),
+    (lambda x, t: torch._foreach_zero_([x[:, 1:], x[1:]]),
+     "_foreach_zero_ writes to two views of the same sharded tensor at once; write to them one"),
+]  # fmt: skip
 
 
 def _counts(model: nn.Module, *given: Tensor) -> int:
-    from torch.distributed.tensor.debug import CommDebugMode
-
     with CommDebugMode() as counted:
         model(*given)
     return counted.get_total_counts()
@@ -285,10 +274,6 @@ class _Passes(nn.Module):
 
 
 def _edges(rank: int) -> None:
-    from torch.distributed.tensor import Replicate
-
-    from warpweave.layers.sharding.declare import shard
-
     torch.set_default_dtype(torch.float64)
     mesh, plan = _mesh(), {"(x)": ("r", None, None), "(t)": ("r", None, None)}
     x, t = torch.randn(SHAPE), torch.randn(SHAPE)

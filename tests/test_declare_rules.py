@@ -17,6 +17,10 @@ import torch
 import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from warpweave.layers.sharding.declare import shard
 
 Row = tuple[str, Callable[..., Any], tuple[Tensor, ...]]
 INF = float("inf")
@@ -308,8 +312,6 @@ class _Calls(nn.Module):
 
 def _placed(x: Tensor, mesh: Any, where: tuple) -> Tensor:
     """Place x: sharded over one dim, or a partial sum of unequal parts, per axis of the mesh."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-
     shards = [Replicate() if d == "partial" else Shard(d % x.ndim) for d in where]
     cut = distribute_tensor(x, mesh, shards)
     if "partial" in where:
@@ -321,8 +323,6 @@ def _placed(x: Tensor, mesh: Any, where: tuple) -> Tensor:
 def _wrong(row: Row, mesh: Any, where: tuple, both: bool) -> list[str]:
     """Return differences from one device, for x placed this way. With `both`, tensors of x's shape
     are placed as well."""
-    from warpweave.layers.sharding.declare import shard
-
     name, function, given = row
     plain, ours = [x.clone() for x in given], [x.clone() for x in given]
     for i, x in enumerate(given):
@@ -350,8 +350,6 @@ def _equal(found: Any, wanted: Tensor) -> bool:
 
 
 def _sweep(rank: int, sizes: tuple[int, ...], wheres: list[tuple], rows: str) -> list[str]:
-    from torch.distributed.device_mesh import init_device_mesh
-
     torch.set_default_dtype(torch.float64)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
     warnings.filterwarnings("ignore", "reduction: 'mean' divides")  # from F.kl_div
@@ -381,10 +379,6 @@ OUTSIDE: tuple[tuple[Callable[..., Tensor], Tensor, Tensor], ...] = (
 
 def _outside(rank: int) -> None:
     """Compute losses of a model's result and of a DTensor, outside of its forward."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from warpweave.layers.sharding.declare import shard
-
     torch.set_default_dtype(torch.float64)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
     model = shard(nn.Identity(), {}, mesh)

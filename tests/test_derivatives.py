@@ -71,21 +71,22 @@ def test_a_second_derivative_is_right_or_refused(name, impl):
             assert_close_f64(got, _second(truth, *how), 1e-9)
 
 
-def _by_jvp(
-    function: Callable[..., Any], inputs: list[torch.Tensor], tangent: torch.Tensor, i: int
-) -> torch.Tensor:
-    def one(x: torch.Tensor) -> torch.Tensor:
-        return _total(function(*inputs[:i], x, *inputs[i + 1 :]))
+Inputs = list[torch.Tensor]
 
+
+def _of_input(function: Callable[..., Any], inputs: Inputs, i: int, x: torch.Tensor):
+    return _total(function(*inputs[:i], x, *inputs[i + 1 :]))
+
+
+def _by_jvp(function: Callable[..., Any], inputs: Inputs, tangent: torch.Tensor, i: int):
+    one = functools.partial(_of_input, function, inputs, i)
     return torch.func.jvp(one, (inputs[i],), (tangent,))[1]
 
 
-def _by_dual(
-    function: Callable[..., Any], inputs: list[torch.Tensor], tangent: torch.Tensor, i: int
-) -> torch.Tensor:
+def _by_dual(function: Callable[..., Any], inputs: Inputs, tangent: torch.Tensor, i: int):
     with forward_ad.dual_level():
-        x = forward_ad.make_dual(inputs[i], tangent)
-        found = forward_ad.unpack_dual(_total(function(*inputs[:i], x, *inputs[i + 1 :]))).tangent
+        y = _of_input(function, inputs, i, forward_ad.make_dual(inputs[i], tangent))
+        found = forward_ad.unpack_dual(y).tangent
         return torch.zeros(()) if found is None else found
 
 

@@ -8,25 +8,15 @@ from warpweave.kernels.devices import DEVICES, TARGETS, find_device
 @pytest.mark.parametrize(
     ("told", "name"),
     [
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA A40", "A40"),
-        ("NVIDIA RTX A4000", None),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA A100 80GB PCIe", "A100"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA L40", None),
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA H800", "H800"),
-        ("NVIDIA H100 NVL", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA A40", "A40"), ("NVIDIA RTX A4000", None), ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L40", None), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 NVL", "H100"),
+        ("NVIDIA H200", "H200"), ("NVIDIA H800", "H800"), ("NVIDIA GH200 480GB", None),
+        ("NVIDIA B200", "B200"), ("NVIDIA GB200", None), ("", None),
+        ("NVIDIA GeForce RTX 4090", None), ("NVIDIA RTX PRO 6000", None),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Blackwell"),
-        ("NVIDIA RTX PRO 6000", None),
-        ("", None),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA B200", "B200"),
-        ("NVIDIA GB200", None),
-        ("NVIDIA GeForce RTX 4090", None),
     ],
-)
+)  # fmt: skip
 def test_a_device_is_known_by_a_word_of_its_name(told, name) -> None:
     found = find_device(told)
     assert (found and found.name) == name

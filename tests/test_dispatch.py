@@ -6,11 +6,13 @@ import pkgutil
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from refused import check
 
 from warpweave import kernels
 from warpweave.kernels.norm import norm_fwd
@@ -45,22 +47,16 @@ def test_explicit_choice_is_honoured() -> None:
 
 def test_unknown_names_mixed_devices_and_no_tensor_raise() -> None:
     for impl in ("cuda", "Triton", "TORCH", "", 1):
-        with pytest.raises(ValueError, match=rf"impl must be None.*{impl!r}"):
-            choose(impl, torch.empty(1))
-    with pytest.raises(ValueError, match="one device, got cuda:0 and cuda:1"):
-        choose(None, _On("cuda:0"), _On("cuda:1"))
-    with pytest.raises(ValueError, match=r"expected a tensor, got float 0\.5"):
-        choose(None, torch.empty(1), 0.5)
-    with pytest.raises(ValueError, match=r"^expected at least one tensor, got none$"):
-        choose(None, None)
-    with pytest.raises(ValueError, match="got meta"):
-        choose("triton", torch.empty(1, device="meta"))
+        check(partial(choose, impl, torch.empty(1)), rf"impl must be None.*{impl!r}")
+    check(lambda: choose(None, _On("cuda:0"), _On("cuda:1")), "one device, got cuda:0 and cuda:1")
+    check(lambda: choose(None, torch.empty(1), 0.5), r"expected a tensor, got float 0\.5")
+    check(lambda: choose(None, None), "^expected at least one tensor, got none$")
+    check(lambda: choose("triton", torch.empty(1, device="meta")), "got meta")
 
 
 def test_triton_on_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "INTERPRET", False)
-    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
-        choose("triton", torch.empty(1))
+    check(lambda: choose("triton", torch.empty(1)), "TRITON_INTERPRET=1")
     assert choose(None, _On("cuda:0")) == "triton"
 
 
@@ -68,10 +64,8 @@ def test_cuda_without_triton_raises_instead_of_falling_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dispatch, "HAS_TRITON", False)
-    with pytest.raises(ValueError, match="Triton is not installed"):
-        choose(None, _On("cuda:0"))
-    with pytest.raises(ValueError, match="Triton is not installed"):
-        choose("triton", torch.empty(1))
+    check(lambda: choose(None, _On("cuda:0")), "Triton is not installed")
+    check(lambda: choose("triton", torch.empty(1)), "Triton is not installed")
 
 
 _WITHOUT_TRITON = """
@@ -93,9 +87,8 @@ assert x.grad is not None
 
 
 def test_the_torch_path_works_where_triton_is_not_installed() -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", _WITHOUT_TRITON], capture_output=True, text=True, timeout=800
-    )
+    words = [sys.executable, "-P", "-c", _WITHOUT_TRITON]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
 
 
@@ -138,11 +131,9 @@ def test_every_public_half_refuses_what_wants_a_gradient_through_it() -> None:
         message = rf"^{own} is not differentiable, but an argument of shape \[2\] requires grad"
         for argument in given:  # the check comes before all others
             for x in (leaf, computed):
-                with pytest.raises(ValueError, match=message):
-                    half(**{**given, argument: x})
-        first = next(iter(given))
-        with pytest.raises(ValueError, match=message):
-            half(leaf, **{name: value for name, value in given.items() if name != first})
+                check(partial(half, **given | {argument: x}), message)
+        _, *others = given
+        check(partial(half, leaf, **{name: given[name] for name in others}), message)
 
 
 def test_a_half_runs_where_no_gradient_is_wanted() -> None:
@@ -225,11 +216,9 @@ def test_a_tangent_is_refused_by_what_would_drop_it() -> None:
 def test_every_operator_is_opchecked() -> None:
     """Each operator that the sources register is named in a test file that calls opcheck."""
     here = Path(__file__).resolve().parent
-    sources = [
-        p.read_text() for r in ("kernels", "parallel") for p in (here.parent / r).rglob("*.py")
-    ]
+    files = [path for of in ("kernels", "parallel") for path in (here.parent / of).rglob("*.py")]
     registered = re.compile(r'^@operator\(\s*"(\w+)".*?^def (\w+)', re.MULTILINE | re.DOTALL)
-    ops = {pair for text in sources for pair in registered.findall(text)}
+    ops = {pair for path in files for pair in registered.findall(path.read_text())}
     tests = [p.read_text() for p in here.glob("test_*.py")]
     called = re.compile(r"opcheck\(\s*(?:torch\.)?ops\.(?:warpweave\.)?(\w+)\.default")
     by_name = {name for text in tests for name in called.findall(text)}
@@ -241,10 +230,8 @@ def test_every_operator_is_opchecked() -> None:
 
 def test_a_refusal_names_the_first_that_requires_a_gradient() -> None:
     given = (torch.zeros(n, requires_grad=n > 2) for n in range(1, 6))
-    with pytest.raises(
-        ValueError, match=r"^it is not differentiable, but an argument of shape \[3\] requires"
-    ):
-        refuse_graph("it", None, *given)
+    words = r"^it is not differentiable, but an argument of shape \[3\] requires"
+    check(lambda: refuse_graph("it", None, *given), words)
 
 
 def test_what_a_device_can_do_is_asked_of_that_device(monkeypatch) -> None:

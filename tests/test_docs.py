@@ -54,16 +54,14 @@ def test_the_map_has_every_source_file_and_says_what_it_is_for(monkeypatch) -> N
     page = (DOCS / "map.md").read_text()  # equal to the script's output, see above
     rows = [_cells(line) for line in page.splitlines() if line.startswith("| `")]
     files = [p for part in script.PARTS for p in (ROOT / part).rglob("*.py")]
-    assert sorted(cells[0].strip("`") for cells in rows) == sorted(
-        path.name for path in files if path.name != "__init__.py"
-    )
+    names = sorted(path.name for path in files if path.name != "__init__.py")
+    assert sorted(cells[0].strip("`") for cells in rows) == names
     assert [cells[0] for cells in rows if len(cells[1]) < 12] == []
     tests = script.tests_by_module()
     assert "test_docs.py" not in tests["warpweave.kernels.merge"]
     assert "test_merge.py" in tests["warpweave.kernels.merge"]
-    assert script.named("warpweave.kernels.merge", {"test_a.py", "test_merge.py"}) == (
-        "`test_merge.py`, `test_a.py`"
-    )
+    named = script.named("warpweave.kernels.merge", {"test_a.py", "test_merge.py"})
+    assert named == "`test_merge.py`, `test_a.py`"
     assert "test_restart.py" in tests["warpweave.train.trainer"]  # by a helper in test_train.py
 
 
@@ -91,20 +89,17 @@ def _quoted(page: Path) -> Iterator[tuple[str, str]]:
             yield found[1], ratio
 
 
-@pytest.mark.parametrize(
-    ("page", "count"), [(ROOT / "README.md", 8), (DOCS / "performance.md", 17)]
-)
+QUOTING = [(ROOT / "README.md", 8), (DOCS / "performance.md", 17)]
+
+
+@pytest.mark.parametrize(("page", "count"), QUOTING)
 def test_what_is_quoted_as_measured_is_in_the_results(page, count) -> None:
     quoted = list(_quoted(page))
     assert len(quoted) >= count
     for script, ratio in quoted:
         files = [json.loads(path.read_text()) for path in RESULTS.glob(f"cpu*/{script}.json")]
-        rows = [row for file in files for row in file["rows"]]
-        measured = {
-            f"{r['median']:.2f} ({r['p20']:.2f} to {r['p80']:.2f})"
-            for row in rows
-            for r in row["ratios"].values()
-        }
+        ratios = [r for file in files for row in file["rows"] for r in row["ratios"].values()]
+        measured = {f"{r['median']:.2f} ({r['p20']:.2f} to {r['p80']:.2f})" for r in ratios}
         assert ratio in measured, (script, measured)
 
 
@@ -127,18 +122,13 @@ def test_the_page_of_performance_says_how_well_the_planner_predicts() -> None:
     text = (RESULTS / "plan" / "rows.md").read_text()
     rows = {cells[0]: cells for cells in map(_cells, text.splitlines()) if len(cells) == 6}
     page = (DOCS / "performance.md").read_text().partition("## The planner")[2]
-    said = [
-        cells
-        for cells in map(_cells, page.splitlines())
-        if cells[0] in rows and cells[1][0] in "123456789"
-    ]
+    said = [cells for cells in map(_cells, page.splitlines()) if cells[0] in rows]
+    said = [cells for cells in said if cells[1][0] in "123456789"]
     assert len(said) == 6
     for cells in said:
         assert cells == rows[cells[0]][:4]
-    readme = (DOCS / "features.md").read_text()
-    assert (
-        f"median error {rows['test'][2]} on published rows that were not used for fitting" in readme
-    )
+    words = f"median error {rows['test'][2]} on published rows that were not used for fitting"
+    assert words in (DOCS / "features.md").read_text()
 
 
 def test_the_number_of_layouts_that_are_proven_is_that_of_prove_all() -> None:
@@ -188,10 +178,8 @@ def test_the_site_has_every_page() -> None:
 
 
 def test_the_examples_are_all_listed() -> None:
-    text = (ROOT / "examples" / "README.md").read_text()
-    assert set(re.findall(r"examples/(\w+\.py)", text)) == {
-        path.name for path in (ROOT / "examples").glob("*.py")
-    }
+    listed = re.findall(r"examples/(\w+\.py)", (ROOT / "examples" / "README.md").read_text())
+    assert set(listed) == {path.name for path in (ROOT / "examples").glob("*.py")}
 
 
 def test_the_words_of_ours_are_words_of_the_code() -> None:

@@ -312,10 +312,9 @@ def test_truncated_line_is_no_result_and_ranks_restart_for_the_rest() -> None:
 
     rows = ranks._RankRows("abcd", start)
     assert rows[0] == {"name": "a"}
+    words = r"before they produced this result \(exit status 3, see above\)"
     for _ in range(2):
-        with pytest.raises(
-            RuntimeError, match=r"before they produced this result \(exit status 3, see above\)"
-        ):
+        with pytest.raises(RuntimeError, match=words):
             rows[1]
     assert [rows[2], rows[3], rows[0]] == [{"name": "c"}, {"name": "d"}, {"name": "a"}]
     assert starts == ["abcd", "cd"]
@@ -437,9 +436,8 @@ def test_what_a_machine_is_is_said_in_words(monkeypatch) -> None:
     ends = [torch.device("cuda", n) for n in range(2)]
     assert checks == [("copy GPU 0 -> 1", (*ends, 64)), ("copy GPU 1 -> 0", (*ends[::-1], 64))]
     _shown(monkeypatch, 4)
-    assert [c.name[9:] for c in machine.copies()] == [
-        "0 -> 1", "1 -> 0", "0 -> 2", "2 -> 0", "0 -> 3", "3 -> 0",
-    ]  # fmt: skip
+    pairs = ["0 -> 1", "1 -> 0", "0 -> 2", "2 -> 0", "0 -> 3", "3 -> 0"]
+    assert [c.name[9:] for c in machine.copies()] == pairs
     _shown(monkeypatch, 0)
     (line,) = machine.devices()
     assert line.startswith("CPU: ")

@@ -132,11 +132,8 @@ def _generation(rank: int, config: TrainConfig, generation: Generation, decision
     """Run one generation of the rank, with the state it carries into the next."""
     width = replica_width(config)
     whole = [Seat(config.mesh, width, r) for r in range(config.mesh.world)]
-    (seat,) = (
-        s
-        for s in whole
-        if s.replica in generation.members and s.among(generation.replicas)[1] == rank
-    )
+    there = [seat for seat in whole if seat.replica in generation.members]
+    (seat,) = (seat for seat in there if seat.among(generation.replicas)[1] == rank)
     mesh, _ = seat.among(generation.replicas)
     session = Session(torch.device("cpu"), rank, mesh.world, None, 30.0, mesh)
     member = _Script(seat, generation, decisions)
@@ -163,16 +160,12 @@ RUNS = (
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"plan": ParallelPlan(zero=1)},
-            "ZeRO 1 shards it over all data ranks (dp = 3); pass --zero 0 or --dp-shard",
-        ),
+        ({"plan": ParallelPlan(zero=1)},
+         "ZeRO 1 shards it over all data ranks (dp = 3); pass --zero 0 or --dp-shard"),
         ({"elastic": 4}, "which must be at least 2, got elastic = 4 and 3 replicas"),
         ({"dp": 1}, "got elastic = 1 and 1 replica"),
-        (
-            {"dp": 4, "dp_shard": 2, "plan": ParallelPlan(), "elastic": 3},
-            "elastic = 3 and 2 replicas",
-        ),
+        ({"dp": 4, "dp_shard": 2, "plan": ParallelPlan(), "elastic": 3},
+         "elastic = 3 and 2 replicas"),
         ({"elastic": -1}, "got elastic = -1 and 3 replicas"),
         ({"outer_every": 4}, "--elastic does not support outer_every = 4"),
         ({"plan": ParallelPlan(zero=0, schedule="pipedream")}, "support schedule = pipedream"),
@@ -182,7 +175,7 @@ RUNS = (
         ({"max_restarts": 1}, "--elastic does not support max_restarts = 1"),
         ({"timeline": Path("last.svg")}, "--elastic does not support timeline = last.svg"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_elastic_is_refused(changes, words):
     config = dataclasses.replace(TrainConfig(dp=3, elastic=1, plan=ParallelPlan(zero=0)), **changes)
     with pytest.raises(ValueError, match=re.escape(words)):
@@ -223,9 +216,8 @@ def test_a_run_is_that_of_one_device_on_the_samples_of_those_that_were_there(
         world = world * len(replicas) * replica_width(config) // config.mesh.dp
         carried = dict(run_threads(world, _generation, config, generation, decisions, carried))
     _is_the_plain_run(config)
-    assert len({tuple(row["replicas"]) for row in _rows(config)}) == len(
-        {tuple(replicas) for replicas, _ in story}
-    )
+    seen = {tuple(row["replicas"]) for row in _rows(config)}
+    assert len(seen) == len({tuple(replicas) for replicas, _ in story})
 
 
 # -------------------------------------------------------------------------- votes, connections
@@ -236,12 +228,13 @@ def store():
     return keep_store()
 
 
-def _member(store, seat: Seat, close=lambda: None) -> Member:
-    def client() -> dist.Store:
-        wait = timedelta(seconds=20)
-        return dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=wait)
+def _client(store) -> dist.Store:
+    wait = timedelta(seconds=20)
+    return dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=wait)
 
-    return Member(client, seat, 0, close)
+
+def _member(store, seat: Seat, close=lambda: None) -> Member:
+    return Member(partial(_client, store), seat, 0, close)
 
 
 def _at_once(*calls) -> list:
@@ -308,7 +301,7 @@ def test_a_step_is_given_up_by_all_if_a_replica_is_lost_before_its_vote(store):
         time.sleep(0.1)
         announce(store, Generation(2, 0, {0: 0, 1: 0}, "2 left", lost=True))
 
-    decisions = _at_once(partial(members[0].vote, "0", 3), partial(members[1].vote, "0", 3), lose)
+    decisions = _at_once(*(partial(member.vote, "0", 3) for member in members[:2]), lose)
     assert decisions[:2] == ["abort"] * 2
     assert members[2].vote("0", 3) == "abort"  # too late, although now all have voted
     assert members[0].enter().replicas == [0, 1]
@@ -316,8 +309,7 @@ def test_a_step_is_given_up_by_all_if_a_replica_is_lost_before_its_vote(store):
 
 def test_a_replica_lost_after_its_vote_has_made_the_step(store):
     members = _three(store)
-    votes = [partial(member.vote, "0", 3) for member in members]
-    _at_once(*votes[:1], lambda: members[1].vote("0", 3), lambda: members[2].vote("0", 3))
+    _at_once(*(partial(member.vote, "0", 3) for member in members))
     announce(store, Generation(2, 0, {0: 0, 1: 0}, "2 left", lost=True))
     assert members[0].wait_for_loss(20)
     assert members[0]._store.get("decision/1/0") == b"go"
@@ -378,17 +370,12 @@ def test_the_end_of_the_keeper_is_no_error_of_the_thread_that_listens(told):
 
 def test_connections_of_a_generation_are_closed_and_no_others(store):
     """A wait that nobody answers ends. Connections opened before or after stay open."""
-
-    def client() -> dist.Store:
-        wait = timedelta(seconds=20)
-        return dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=wait)
-
-    before = client()
+    before = _client(store)
     connections = Connections()
-    ours = client()
+    ours = _client(store)
     listener = socket.create_server(("127.0.0.1", 0))  # others connect to this process through it
     connections.complete()
-    later = client()
+    later = _client(store)
 
     def wait() -> str:
         with pytest.raises(dist.DistNetworkError):
@@ -403,7 +390,7 @@ def test_connections_of_a_generation_are_closed_and_no_others(store):
     before.set("key", "1")
     assert later.get("key") == b"1"
     connections.open()
-    ours = client()  # its generation is lost before all have connected
+    ours = _client(store)  # its generation is lost before all have connected
     assert _at_once(wait, close)[0] == "ended"
     assert before.get("key") == later.get("key") == b"1"
     with listener, socket.create_connection(listener.getsockname()):

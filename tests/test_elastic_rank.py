@@ -44,16 +44,13 @@ def _rank(**member: Any) -> module._Rank:
 @pytest.mark.parametrize(
     ("error", "waits", "by_all"),
     [
-        (LOST, GRACE, False),
-        (dist.DistNetworkError("x"), GRACE, False),
-        (CollectiveMismatch("x"), GRACE, True),
-        (CheckpointError("x"), 1.0, True),
-        (StateLostError("x"), None, True),
-        (ValueError("x"), None, False),
+        (LOST, GRACE, False), (dist.DistNetworkError("x"), GRACE, False),
+        (CollectiveMismatch("x"), GRACE, True), (CheckpointError("x"), 1.0, True),
+        (StateLostError("x"), None, True), (ValueError("x"), None, False),
         (RuntimeError("x"), None, False),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
-)
+)  # fmt: skip
 def test_an_error_is_the_ranks_own_unless_a_replica_is_lost(error, waits, by_all):
     """The keeper learns of a failed connection, and that the run is over (`give_up`) by an error
     that all ranks raise."""
@@ -92,12 +89,8 @@ def test_a_result_is_returned_and_the_end_of_a_generation_is_no_error():
 def outside(monkeypatch) -> SimpleNamespace:
     """Replace everything around a rank's training: `leave` raises `LeftError`, ranks agree unless
     `differ` is set, and `connect` and `trainer` (the class) record their calls."""
-    found = SimpleNamespace(
-        leave=mock.Mock(side_effect=LeftError),
-        connect=mock.Mock(),
-        trainer=mock.Mock(),
-        differ=None,
-    )
+    leave = mock.Mock(side_effect=LeftError)
+    found = SimpleNamespace(leave=leave, connect=mock.Mock(), trainer=mock.Mock(), differ=None)
     monkeypatch.setattr(module, "leave", found.leave)
     monkeypatch.setattr(module, "connect", found.connect)
     monkeypatch.setattr(module, "ElasticTrainer", found.trainer)
@@ -215,9 +208,7 @@ def test_a_rank_carries_its_state_and_the_step_of_the_last_whole_checkpoint(monk
     }  # fmt: skip
 
 
-def test_the_row_that_a_rank_carries_is_of_its_weights(
-    monkeypatch,
-):
+def test_the_row_that_a_rank_carries_is_of_its_weights(monkeypatch):
     monkeypatch.setattr(trainer, "held_state", lambda optimizer: None)
     found = _trainer(7, _row=({"step": 6}, 0.5), member=mock.Mock())
     found.saver.path = None
@@ -230,19 +221,14 @@ def test_the_row_that_a_rank_carries_is_of_its_weights(
 @pytest.mark.parametrize(
     ("step", "every", "stopped", "source", "written", "saves"),
     [
-        (6, 3, False, 0, 3, True),
-        (6, 3, False, 0, 6, False),  # the state is there
+        (6, 3, False, 0, 3, True), (6, 3, False, 0, 6, False),  # the state is there
         (6, 3, False, None, 3, False),  # the first generation has no predecessor
-        (6, 4, False, 0, 4, False),
-        (6, 0, False, 0, -1, False),
-        (6, 4, True, 1, 4, True),
-        (6, 0, True, 1, -1, True),
-        (6, 0, True, 1, 6, False),
+        (6, 4, False, 0, 4, False), (6, 0, False, 0, -1, False), (6, 4, True, 1, 4, True),
+        (6, 0, True, 1, -1, True), (6, 0, True, 1, 6, False),
         (0, 3, True, 0, -1, False),  # nothing was trained
-        (10, 0, False, 0, 9, True),  # the last step
-        (10, 0, False, 0, 10, False),
+        (10, 0, False, 0, 9, True), (10, 0, False, 0, 10, False),  # the last step
     ],
-)
+)  # fmt: skip
 def test_a_checkpoint_that_the_last_generation_missed_is_saved_first(
     monkeypatch, step, every, stopped, source, written, saves
 ):

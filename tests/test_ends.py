@@ -42,6 +42,7 @@ from warpweave.train.resume import Progress
 from warpweave.train.trainer import Trainer
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+WORDS_OF_TORCH = "gloo", "NCCL", "Connection", "Timed out", "timeout"
 
 
 class LeftError(Exception):
@@ -61,20 +62,14 @@ def _leaves(monkeypatch, module) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "traced"),
     [
-        (ValueError("x"), 2, False),
-        (CheckpointError("x"), 2, False),
-        (TrainingStopped("x"), 1, False),
-        (OSError("x"), 1, False),
-        (MemoryError("x"), 1, False),
-        (torch.OutOfMemoryError("x"), 1, False),
-        (LOST, 1, False),
-        (dist.DistBackendError("x"), 1, False),
-        (RuntimeError("x"), 1, True),
-        (KeyError("x"), 1, True),
-        (SystemExit(3), 1, True),
+        (ValueError("x"), 2, False), (CheckpointError("x"), 2, False),
+        (TrainingStopped("x"), 1, False), (OSError("x"), 1, False), (MemoryError("x"), 1, False),
+        (torch.OutOfMemoryError("x"), 1, False), (LOST, 1, False),
+        (dist.DistBackendError("x"), 1, False), (RuntimeError("x"), 1, True),
+        (KeyError("x"), 1, True), (SystemExit(3), 1, True),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
-)
+)  # fmt: skip
 def test_errors_end_a_rank_with_their_code_and_bugs_print_a_traceback(
     monkeypatch, capsys, error, code, traced
 ):
@@ -119,17 +114,12 @@ def test_what_was_printed_is_out_before_a_process_leaves(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "lost"),
     [
-        (LOST, True),
-        (dist.DistNetworkError("x"), True),
-        *(
-            (RuntimeError(f"a {word} b"), True)
-            for word in ("gloo", "NCCL", "Connection", "Timed out", "timeout")
-        ),
-        (RuntimeError("x"), False),
-        (ValueError("gloo timeout"), False),
+        (LOST, True), (dist.DistNetworkError("x"), True),
+        *((RuntimeError(f"a {word} b"), True) for word in WORDS_OF_TORCH),
+        (RuntimeError("x"), False), (ValueError("gloo timeout"), False),
         (TrainingStopped("timeout"), False),
     ],
-)
+)  # fmt: skip
 def test_what_torch_raises_for_a_peer_that_is_gone_is_no_error_of_ones_own(error, lost):
     assert sessions.is_connection_error(error) == lost
 
@@ -389,14 +379,13 @@ def test_a_wait_that_gave_up_ends_the_run_before_its_numbers_are_used(monkeypatc
 def test_a_run_that_cannot_go_on_says_what_where_and_what_is_left(
     monkeypatch, loss, norm, what, words, ranks, checkpoint
 ):
-    engine = mock.Mock(not_finite_ranks=lambda *_: ranks)
-    engine.outer, engine.passes.asynchronous = None, False
+    engine = mock.Mock(outer=None, not_finite_ranks=lambda *_: ranks)
+    engine.passes.asynchronous = False
     engine.mesh.sizes, engine.mesh.size = Mesh(dp=2, tp=2), lambda axis: 2
     saver = SimpleNamespace(wait=mock.Mock(side_effect=[checkpoint]))
     batches = mock.Mock(step=lambda step: range(4), held_out=lambda: ())
-    trainer = SimpleNamespace(
-        step=7, engine=engine, config=TrainConfig(dp=2, tp=2), saver=saver, batches=batches
-    )
+    given = {"engine": engine, "config": TrainConfig(dp=2, tp=2), "saver": saver}
+    trainer = SimpleNamespace(step=7, batches=batches, **given)
     monkeypatch.setattr(not_finite, "origins", lambda engine, again: {})
     with pytest.raises(TrainingStopped) as caught:
         Trainer._stop(trainer, loss, norm, what)
@@ -463,9 +452,8 @@ def test_a_run_says_what_it_trains_and_shows_where_it_is(capsys):
     assert Trainer.describe(stub).endswith("tokens per step; resumed at step 9")
 
     stub.config = TrainConfig(model="toy", outer=5, dp=6, dp_shard=3, outer_every=4)
-    assert Trainer.describe(stub).startswith(
-        "30 ranks (somewhere), outer=5 dp=6 dp_shard=3 tp=1 cp=1 pp=1, ZeRO 1, 1f1b with 1 micro-"
-    )
+    sizes = "outer=5 dp=6 dp_shard=3 tp=1 cp=1 pp=1, ZeRO 1, 1f1b with 1 micro-"
+    assert Trainer.describe(stub).startswith(f"30 ranks (somewhere), {sizes}")
 
     row = {"loss": 1.23456, "tokens_per_second": 98.7, "mfu": 0.4567}
     stub.metrics = mock.Mock(trained=lambda row, seconds: row)
@@ -555,10 +543,8 @@ def test_one_rank_checks_one_locks_and_each_ends_as_it_should(monkeypatch, capsy
     _leaves(monkeypatch, train)
     restarts = 3 * (ranks == "one again")
     tp = 1 if ranks.startswith("one") else 2
-    relu2 = GPTOverrides(activation="relu2")
-    config = TrainConfig(
-        model="toy", tp=tp, warmup=3, steps=2, max_restarts=restarts, overrides=relu2, momentum=0.5
-    )
+    unusual = {"overrides": GPTOverrides(activation="relu2"), "momentum": 0.5, "warmup": 3}
+    config = TrainConfig(model="toy", tp=tp, steps=2, max_restarts=restarts, **unusual)
     with pytest.raises((SystemExit, LeftError)) as ended:
         train.run(config)
     end = (type(ended.value).__name__, *ended.value.args)

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from refused import check, one_line
 from threads import run_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,7 +28,7 @@ from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.model.engine import Engine
 from warpweave.model.generate import Sampling, generate
 from warpweave.model.plain import PlainConfig, plain_gpt_logits, plain_gpt_loss, plain_init
-from warpweave.parallel.mesh import ConnectedMesh, Mesh, single
+from warpweave.parallel.mesh import Mesh, single
 
 SAMPLES, SEQ_LEN, VOCAB = 8, 16, 37
 SIZES = {"vocab_size": VOCAB, "seq_len": SEQ_LEN, "layers": 3, "width": 16, "heads": 4}
@@ -126,9 +127,8 @@ def test_evaluation_is_the_plain_models_loss_without_dropout():
     plain = PlainConfig(**SIZES, kv_heads=4, hidden=20, dropout=0.1)
     tokens, labels, _ = _data(1, single())
     params = plain_init(plain, 3, torch.float64)
-    total, valid = plain_gpt_loss(
-        params, tokens.flatten(0, 1), labels.flatten(0, 1), plain, dropout=0.0
-    )
+    batch = tokens.flatten(0, 1), labels.flatten(0, 1)
+    total, valid = plain_gpt_loss(params, *batch, plain, dropout=0.0)
     engine = _engine(CONFIG, single())
     assert float(engine.evaluate(tokens, labels)) == pytest.approx(float(total / valid), rel=1e-13)
     assert float(engine.evaluate(tokens, torch.full_like(labels, -100))) == 0.0
@@ -275,11 +275,8 @@ def test_valid_tokens_are_counted_beyond_what_float32_counts():
 
 def test_rotary_tables_are_made_once_a_step_and_once_a_text():
     """They are not made for every micro-batch or every token, packed or not."""
-    engine, made = (
-        _engine(LLAMA, single(), microbatches=4, micro_batch_size=2),
-        mock.Mock(wraps=rope_table),
-    )
-    with mock.patch.object(gpt, "rope_table", made):
+    engine = _engine(LLAMA, single(), microbatches=4, micro_batch_size=2)
+    with mock.patch.object(gpt, "rope_table", wraps=rope_table) as made:
         data = _data(0, single(), 4)
         engine.step(*data, lr=0.01)
         assert made.call_count == 1
@@ -293,31 +290,22 @@ def test_rotary_tables_are_made_once_a_step_and_once_a_text():
 # -------------------------------------------------------------------------- one-line errors
 
 
-def _place(**sizes: int) -> ConnectedMesh:
-    """Return rank 0 of a mesh without process groups: errors are raised before any message."""
-    return Mesh(**sizes).seen_from(0)
-
-
 REFUSED = {
-    "schedule must be one of": (CONFIG, _place(), {"schedule": "2f1b"}),
-    "zero must be one of 0, 1, 2, 3, got 7": (CONFIG, _place(), {"zero": 7}),
-    "microbatches must be at least 1, got 0": (CONFIG, _place(), {"microbatches": 0}),
-    "micro_batch_size must be at least 1, got 0": (CONFIG, _place(), {"micro_batch_size": 0}),
-    "clip must be positive, or None": (CONFIG, _place(), {"clip": 0.0}),
-    "recompute must be one of none, selective, full": (CONFIG, _place(), {"recompute": "all"}),
-    "layout must be one of": (CONFIG, _place(), {"layout": "spiral"}),
-    "impl must be None, .triton. or .torch., got 'cuda'": (CONFIG, _place(), {"impl": "cuda"}),
-    r"kv_heads \(4\) is not divisible by tp \(3\)": (CONFIG, _place(tp=3), {}),
-    r"kv_heads \(2\) is not divisible by tp \(4\)": (LLAMA, _place(tp=4), {}),
-    r"hidden \(21\) is not divisible by tp \(2\)": (
-        GPTConfig(**SIZES, hidden=21), _place(tp=2), {}
-    ),
-    r"layers must be at least the number of pipeline stages \(4\), got 3": (
-        CONFIG, _place(pp=4), {}
-    ),
-    r"17 tokens of a micro-batch are not divisible by tp \(2\)": (
-        GPTConfig(37, 17, 3, 16, 4), _place(tp=2), {"micro_batch_size": 1}
-    ),
+    "schedule must be one of": (CONFIG, Mesh(), {"schedule": "2f1b"}),
+    "zero must be one of 0, 1, 2, 3, got 7": (CONFIG, Mesh(), {"zero": 7}),
+    "microbatches must be at least 1, got 0": (CONFIG, Mesh(), {"microbatches": 0}),
+    "micro_batch_size must be at least 1, got 0": (CONFIG, Mesh(), {"micro_batch_size": 0}),
+    "clip must be positive, or None": (CONFIG, Mesh(), {"clip": 0.0}),
+    "recompute must be one of none, selective, full": (CONFIG, Mesh(), {"recompute": "all"}),
+    "layout must be one of": (CONFIG, Mesh(), {"layout": "spiral"}),
+    "impl must be None, .triton. or .torch., got 'cuda'": (CONFIG, Mesh(), {"impl": "cuda"}),
+    r"kv_heads \(4\) is not divisible by tp \(3\)": (CONFIG, Mesh(tp=3), {}),
+    r"kv_heads \(2\) is not divisible by tp \(4\)": (LLAMA, Mesh(tp=4), {}),
+    r"hidden \(21\) is not divisible by tp \(2\)": (GPTConfig(**SIZES, hidden=21), Mesh(tp=2), {}),
+    r"layers must be at least the number of pipeline stages \(4\), got 3":
+    (CONFIG, Mesh(pp=4), {}),
+    r"17 tokens of a micro-batch are not divisible by tp \(2\)":
+    (GPTConfig(37, 17, 3, 16, 4), Mesh(tp=2), {"micro_batch_size": 1}),
 }  # fmt: skip
 
 
@@ -325,61 +313,57 @@ REFUSED = {
 def test_what_does_not_fit_is_refused_in_one_line_before_anything_is_sent(message):
     config, mesh, options = REFUSED[message]
     with pytest.raises(ValueError, match=message) as caught:
-        _engine(config, mesh, **options)
-    assert "\n" not in str(caught.value)
+        _engine(config, mesh.seen_from(0), **options)  # a rank without process groups
+    one_line(caught)
 
 
 def test_kernels_that_cannot_run_here_are_refused_before_the_first_step(monkeypatch):
     monkeypatch.setattr(dispatch, "INTERPRET", False)
     with pytest.raises(ValueError, match="set TRITON_INTERPRET=1 before importing") as caught:
         _engine(CONFIG, single(), impl="triton")
-    assert "\n" not in str(caught.value)
+    one_line(caught)
 
 
 def test_wrong_arguments_of_a_step_are_refused(monkeypatch):
     engine = _engine(CONFIG, single())
     tokens, labels, ids = _data(0, single())
-    for wrong in (tokens[:1], tokens[:, :3], tokens[..., :-1], tokens[0]):
-        with pytest.raises(ValueError, match=r"must have shape \(2, 4, 16\), got"):
-            engine.step(wrong, wrong, ids, lr=0.1)
-    with pytest.raises(ValueError, match=r"must have shape \(2, 4, 16\), got"):
-        engine.step(tokens, labels[..., :-1], ids, lr=0.1)
-    with pytest.raises(ValueError, match=r"sample_ids must have shape \(2, 4\), got \(2, 3\)"):
-        engine.step(tokens, labels, ids[:, :3], lr=0.1)
-    with pytest.raises(ValueError, match=r"sample_ids must have shape \(2, 4\), got \(4, 2\)"):
-        engine.step(tokens, labels, ids.T, lr=0.1)
-    with pytest.raises(ValueError, match=r"sample_ids must be int64, got torch\.float32"):
-        engine.step(tokens, labels, ids.float(), lr=0.1)
-    with pytest.raises(ValueError, match="labels must be int64, got list"):
-        engine.step(tokens, labels.tolist(), ids, lr=0.1)
+    step, shape = functools.partial(engine.step, lr=0.1), r"must have shape \(2, 4, 16\), got"
+    odd_shapes = tokens[:1], tokens[:, :3], tokens[..., :-1], tokens[0]
+    for given, words in (
+        *(((wrong, wrong, ids), shape) for wrong in odd_shapes),
+        ((tokens, labels[..., :-1], ids), shape),
+        ((tokens, labels, ids[:, :3]), r"sample_ids must have shape \(2, 4\), got \(2, 3\)"),
+        ((tokens, labels, ids.T), r"sample_ids must have shape \(2, 4\), got \(4, 2\)"),
+        ((tokens, labels, ids.float()), r"sample_ids must be int64, got torch\.float32"),
+        ((tokens, labels.tolist(), ids), "labels must be int64, got list"),
+        ((tokens.int(), labels, ids), "must be int64, got"),
+        ((tokens.double(), labels, ids), "must be int64, got"),
+    ):
+        check(functools.partial(step, *given), words)
     for lr in (math.nan, math.inf, -0.1):
-        with pytest.raises(ValueError, match=f"lr must be finite and at least 0, got {lr}"):
-            engine.step(tokens, labels, ids, lr=lr)
-    for wrong in (tokens[:, :3], tokens[:0]):
-        with pytest.raises(ValueError, match=r"must have shape \[n >= 1, 4, 16\], got"):
-            engine.evaluate(wrong, wrong)
-    for wrong in (tokens.int(), tokens.double()):
-        with pytest.raises(ValueError, match="must be int64, got"):
-            engine.step(wrong, labels, ids, lr=0.1)
-        with pytest.raises(ValueError, match="must be int64, got"):
-            engine.evaluate(tokens, wrong)
+        words = f"lr must be finite and at least 0, got {lr}"
+        check(functools.partial(engine.step, tokens, labels, ids, lr=lr), words)
+    for given, words in (
+        ((tokens[:, :3], tokens[:, :3]), r"must have shape \[n >= 1, 4, 16\], got"),
+        ((tokens[:0], tokens[:0]), r"must have shape \[n >= 1, 4, 16\], got"),
+        ((tokens, tokens.int()), "must be int64, got"),
+        ((tokens, tokens.double()), "must be int64, got"),
+    ):
+        check(functools.partial(engine.evaluate, *given), words)
     monkeypatch.setattr(engine, "_count_valid", lambda _: pytest.fail("it was sent already"))
     short = torch.tensor([[[0, 16, 16]] * 4, [[0, 3, 16], [0, 3, 15]] * 2])
     for documents in (tokens[..., :0], tokens[0], tokens.double(), short):
-        with pytest.raises(ValueError, match="documents must "):
-            engine.step(tokens, labels, ids, lr=0.1, documents=documents)
-        with pytest.raises(ValueError, match="documents must "):
-            engine.evaluate(tokens, labels, documents)
-    with pytest.raises(ValueError, match=r"temperature must be finite and at least 0, got -1"):
-        engine.generate(torch.tensor([1]), 3, temperature=-1.0)
+        check(functools.partial(step, tokens, labels, ids, documents=documents), "documents must ")
+        check(functools.partial(engine.evaluate, tokens, labels, documents), "documents must ")
+    cold = functools.partial(engine.generate, torch.tensor([1]), 3, temperature=-1.0)
+    check(cold, "temperature must be finite and at least 0, got -1")
     for prompt, words in (
         (torch.tensor([1.0]), "be int64, got torch.float32"),
         (torch.tensor([[1]]), r"have shape \[n >= 1\], got \[1, 1\]"),
         (torch.zeros(0).long(), r"have shape \[n >= 1\], got \[0\]"),
         ([1], "be int64, got"),
     ):
-        with pytest.raises(ValueError, match=f"^prompt must {words}"):
-            engine.generate(prompt, 3)
+        check(functools.partial(engine.generate, prompt, 3), f"^prompt must {words}")
 
 
 def test_a_step_without_a_rate_keeps_weights_and_gradients():
@@ -412,8 +396,7 @@ def test_a_step_does_not_add_to_what_a_failed_one_left():
     wrong = labels.clone()
     wrong[1, 0, 0] = VOCAB  # in the second micro-batch: the first has run backward by then
     engine, fresh = _engine(CONFIG, single()), _engine(CONFIG, single())
-    with pytest.raises(ValueError, match=f"got {VOCAB}"):
-        engine.step(tokens, wrong, ids, lr=0.1)
+    check(lambda: engine.step(tokens, wrong, ids, lr=0.1), f"got {VOCAB}")
     norms = [e.step(tokens, labels, ids, lr=0.1).norm for e in (engine, fresh)]
     assert norms[0] == norms[1]
 
@@ -447,12 +430,8 @@ def _state_dicts(rank: int) -> None:
         for record, tensor, _ in engine.read("param"):
             assert torch.equal(held[record.name], tensor), (zero, record.name)
     engine = _engine(CONFIG, Mesh(dp=2).connect(), zero=3)
-    with pytest.raises(
-        RuntimeError,
-        match=r"ZeRO 3 keeps only a shard of .*; instead of state_dict, use Engine.read, which "
-        "gives",
-    ):
-        engine.gpt.state_dict()
+    words = "ZeRO 3 keeps only a shard of .*; instead of state_dict, use Engine.read, which gives"
+    check(engine.gpt.state_dict, words, RuntimeError)
 
 
 def test_a_state_dict_waits_for_its_parameters_and_refuses_freed_ones():

@@ -3,14 +3,14 @@ arguments it passes to its parts."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from typing import Any
 from unittest import mock
+from unittest.mock import call
 
 import pytest
 import torch
+from refused import check
 from test_engine import _data
 from threads import on_mesh, run_threads
 
@@ -70,69 +70,50 @@ def test_a_step_stops_a_run_if_it_is_not_finite_or_a_rank_was_interrupted(given,
 # ---------------------------------------------------------------- its updates
 
 
-class _Watched:
-    """A mock of both optimizers that records their calls in order, and answers with norms."""
-
-    def __init__(self, *norms: float) -> None:
-        self.said: list[Any] = []
-        self._norms = iter(norms)
-
-    def sum_partials(self) -> None:
-        self.said.append("partials")
-
-    def step(self, lr: float, halted: Any = None) -> torch.Tensor:
-        self.said.append(("step", lr, halted))
-        return torch.tensor(next(self._norms))
-
-    def norm(self) -> torch.Tensor:
-        self.said.append("norm")
-        return torch.tensor(next(self._norms))
-
-    def before_update(self) -> None:
-        self.said.append("before")
-
-    def after_update(self) -> None:
-        self.said.append("after")
-
-    def losses(self) -> str:
-        self.said.append("losses")
-        return "pending"
+def _watched(*norms: float) -> mock.Mock:
+    """Make a mock of both optimizers and of the losses, whose steps and norms are these."""
+    watched, left = mock.Mock(), map(torch.tensor, norms)
+    watched.step.side_effect = watched.norm.side_effect = lambda *_: next(left)
+    watched.losses.return_value = "pending"
+    return watched
 
 
 @pytest.mark.parametrize("outer", [False, True])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_a_rank_updates_once_when_the_last_of_its_stages_is_there(stages, outer):
-    watched = _Watched(2.0, 3.0)
+    watched = _watched(2.0, 3.0)
     update = RankUpdate(watched, stages, watched if outer else None)
     halted = torch.ones(())
     for lr in (0.1, None):
         update.begin(lr, halted, watched.losses)
         for _ in range(stages - 1):
             update.arrive()
-        assert watched.said == []
+        assert watched.method_calls == []
         update.arrive()
-        own = [("step", 0.1, halted)] if lr else ["norm"]
-        expected = ["partials", "before", "losses", *own, *(["after"] if lr else [])]
-        assert watched.said == [x for x in expected if outer or x not in ("before", "after")]
+        before, after = [call.before_update()] * outer, [call.after_update()] * bool(outer and lr)
+        own = call.step(0.1, halted) if lr else call.norm()
+        expected = [call.sum_partials(), *before, call.losses(), own, *after]
+        assert watched.method_calls == expected
         assert (update.losses, float(update.norm)) == ("pending", 2.0 if lr else 3.0)
         assert update.square is None
-        watched.said.clear()
+        watched.reset_mock()
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3])
 def test_asynchronous_stage_updates_per_call_and_averages_squared_norms(updates):
     norms = [3.0, 4.0, 12.0, 5.0, 1.0, 2.0][: 2 * updates]
-    watched = _Watched(*norms)
+    watched = _watched(*norms)
     update = StageUpdate(watched, updates)
     for of_step in (norms[:updates], norms[updates:]):
         update.begin(0.5, None, watched.losses)
         for number in range(updates):
-            assert "losses" not in watched.said
+            assert not watched.losses.called
             update.arrive()
             assert float(update.norm) == of_step[number]
-        assert watched.said == [*["partials", ("step", 0.5, None)] * updates, "losses"]
+        expected = [*[call.sum_partials(), call.step(0.5)] * updates, call.losses()]
+        assert watched.method_calls == expected
         assert float(update.square) == pytest.approx(sum(n * n for n in of_step) / updates)
-        watched.said.clear()
+        watched.reset_mock()
 
 
 # ---------------------------------------------------------------- its lists
@@ -165,9 +146,8 @@ def test_gradients_leave_early_where_asked_and_where_none_are_freed(
 def test_tied_embedding_gradients_are_added_only_across_different_ranks(pp, tied):
     config = GPTConfig(19, 6, 4, 8, 2, tied=tied)
     lists = make_lists(config, ParallelPlan(microbatches=2), Mesh(pp=pp).seen_from(0))
-    assert [sum(a.op == "TIE" for a in row) for row in lists] == [
-        int(tied and pp > 1 and rank in (0, pp - 1)) for rank in range(pp)
-    ]
+    ties = [int(tied and pp > 1 and rank in (0, pp - 1)) for rank in range(pp)]
+    assert [sum(a.op == "TIE" for a in row) for row in lists] == ties
     assert [sum(a.op == "UPDATE" for a in row) for row in lists] == [1] * pp
 
 
@@ -183,13 +163,12 @@ def _ahead(mesh: ConnectedMesh, m: int, ahead: int) -> None:
     weights = {record.name: x.clone() for record, x, _ in engine.read("param")}
 
     def lacks(got: int) -> None:
-        wanted = (
+        check(
+            lambda: engine.step(*data, lr=0.1),
             rf"needs {(ahead + 1) * m} micro-batches that were fed but not trained on yet, got "
             rf"{got}; feed the data of {ahead} steps? \(Engine.feed\) before the first step and "
-            r"after a load$"
+            r"after a load$",
         )
-        with pytest.raises(ValueError, match=wanted):
-            engine.step(*data, lr=0.1)
 
     for _ in range(2):
         for fed in range(1, ahead + 1):
@@ -247,17 +226,12 @@ def test_a_warm_up_runs_each_stage_once_on_zeros_and_leaves_no_gradient():
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_an_engine_hands_its_options_on_to_its_parts(schedule):
     plan = ParallelPlan(schedule=schedule, microbatches=2)
-    watched = {
-        name: mock.Mock(wraps=getattr(module, name))
-        for name in ("choose", "GPT", "ZeroOptimizer", "AdamW")
-    }
-    transport = mock.Mock(wraps=engine_passes.Distributed)
-    with (
-        mock.patch.multiple(module, **watched),
-        mock.patch.object(engine_passes, "Distributed", transport),
-    ):
+    names = "choose", "GPT", "ZeroOptimizer", "AdamW"
+    watched = {name: mock.Mock(wraps=getattr(module, name)) for name in names}
+    spy = mock.patch.object(engine_passes, "Distributed", wraps=engine_passes.Distributed)
+    with mock.patch.multiple(module, **watched), spy as transport:
         Engine(UNTIED, single(), plan, impl="torch", timeout=7.0, clip=None, seed=3)
-    assert [call.kwargs["timeout"] for call in transport.call_args_list] == [7.0]
+    assert [each.kwargs["timeout"] for each in transport.call_args_list] == [7.0]
     assert watched["choose"].call_args.args[0] == "torch"
     for name in ("GPT", "ZeroOptimizer", "AdamW"):
         assert watched[name].call_args.kwargs["impl"] == "torch", name
@@ -279,11 +253,9 @@ def test_a_plan_is_asked_about_clip_fp16_and_an_outer_optimizer_also_of_one(
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), torch.device("cuda:0")])
 def test_fused_overlap_beside_stages_is_refused_on_any_gpu(device):
-    plan = ParallelPlan(overlap="fused", microbatches=2)
-    with pytest.raises(
-        ValueError, match=r"^overlap 'fused' with pp = 2 may hang on a GPU: .*need$"
-    ):
-        Engine(CONFIG, Mesh(pp=2, tp=2).seen_from(0), plan, device=device)
+    plan, mesh = ParallelPlan(overlap="fused", microbatches=2), Mesh(pp=2, tp=2).seen_from(0)
+    words = "^overlap 'fused' with pp = 2 may hang on a GPU: .*need$"
+    check(lambda: Engine(CONFIG, mesh, plan, device=device), words)
 
 
 # norms of two replicas, whether their loss scales are to blame, the mean, and the verdict
@@ -345,10 +317,8 @@ def _summed(mesh: ConnectedMesh) -> list[float]:
     last = mesh.index("pp") == mesh.size("pp") - 1
     own = [{"loss": torch.tensor(x + mesh.index("dp"))} for x in (0.25, 2.0) if last]
     square = torch.tensor(10.0 + mesh.index("pp"))
-    found = [
-        engine._start_global_losses(own, 0.5 * (mesh.rank == 0), square).wait(),
-        engine._start_global_losses(own, 1.0).wait(),
-    ]
+    given = (0.5 * (mesh.rank == 0), square), (1.0,)
+    found = [engine._start_global_losses(own, *more).wait() for more in given]
     assert {x.dtype for x in found} == {torch.float64}
     return torch.cat(found).tolist()
 
@@ -363,10 +333,8 @@ def test_losses_are_summed_over_replicas_and_norms_over_stages():
 def test_loaded_weights_make_replicas_meet_anew_and_forget_what_is_under_way(kind):
     """Older weight versions are discarded as well; loading moments does neither."""
     engine = Engine(CONFIG, single(), rule=AdamW(), outer=OuterRule(2))
-    with (
-        mock.patch.object(engine.outer, "reset") as reset,
-        mock.patch.object(engine.passes, "restart") as restart,
-    ):
+    resets = mock.patch.object(engine.outer, "reset")
+    with resets as reset, mock.patch.object(engine.passes, "restart") as restart:
         state = {record.name: tensor for record, tensor, _ in engine.read(kind)}
         engine.load(kind, lambda record: state[record.name])
     assert reset.call_count == (kind == "param")
@@ -374,29 +342,20 @@ def test_loaded_weights_make_replicas_meet_anew_and_forget_what_is_under_way(kin
 
 
 def test_text_and_evaluation_are_of_the_weights_that_replicas_have_in_common():
-    engine, inside = Engine(CONFIG, single(), outer=OuterRule(2)), []
-
-    @contextlib.contextmanager
-    def common():
-        inside.append("in")
-        yield
-        inside.append("out")
-
-    forward = engine._forward
-
-    def noted(*given):
-        inside.append("forward")
-        return forward(*given)
-
+    engine, inside = Engine(CONFIG, single(), outer=OuterRule(2)), mock.MagicMock()
+    inside.forward = mock.Mock(wraps=engine._forward)
     with (
-        mock.patch.object(engine.outer, "global_weights", common),
-        mock.patch.object(engine, "_forward", noted),
+        mock.patch.object(engine.outer, "global_weights", inside),
+        mock.patch.object(engine, "_forward", inside.forward),
     ):
-        engine.generate(torch.tensor([1, 2]), 2)
-        assert inside == ["in", "forward", "forward", "out"]
-        inside.clear()
-        engine.evaluate(*torch.zeros(2, 3, 1, 6, dtype=torch.int64))
-        assert inside == ["in", *["forward"] * 3, "out"]
+        for run, forwards in (
+            (lambda: engine.generate(torch.tensor([1, 2]), 2), 2),
+            (lambda: engine.evaluate(*torch.zeros(2, 3, 1, 6, dtype=torch.int64)), 3),
+        ):
+            run()
+            names = [name for name, *_ in inside.mock_calls]
+            assert names == ["", "().__enter__", *["forward"] * forwards, "().__exit__"]
+            inside.reset_mock()
 
 
 # ---------------------------------------------------------------- several stages per rank

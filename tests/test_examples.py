@@ -135,18 +135,19 @@ def _printing_at_once() -> Iterator[None]:
         os.write(1, printed.getvalue().encode())
 
 
-def _own(program: str, *arguments: str) -> None:
+def _own(program: str, *arguments: str | int) -> None:
     with _printing_at_once():
-        runpy.run_path(str(EXAMPLES / program))["main"](*arguments)
+        runpy.run_path(str(EXAMPLES / program))["main"](*arguments[:-1])  # without the port
 
 
-def _pipeline(port: int) -> None:
-    _own("own_pipeline.py")
+def _printed(folder: Path, mesh: Mesh, *program: str) -> str:
+    """Run a program with its arguments on ranks. Return what they print."""
+    launch(_own, program, mesh, processes=QuickProcesses(folder))
+    return (folder / "stdout").read_text()
 
 
 def test_own_modules_train_as_a_pipeline(tmp_path):
-    launch(_pipeline, (), Mesh(pp=2), processes=QuickProcesses(tmp_path))
-    printed = (tmp_path / "stdout").read_text()
+    printed = _printed(tmp_path, Mesh(pp=2), "own_pipeline.py")
     losses = re.findall(r"(1f1b|zb-v): loss ([\d.]+) -> ([\d.]+)", printed)
     assert [name for name, _, _ in losses] == ["1f1b", "zb-v"]
     assert all(float(last) < float(first) / 2 for _, first, last in losses)
@@ -172,31 +173,19 @@ def test_programs_of_the_page_train_on_two_ranks(tmp_path, monkeypatch):
     assert (tmp_path / "ckpt" / "step_00000030").is_dir()
 
 
-def _zero(folder: str, port: int) -> None:
-    _own("own_zero.py", folder)
-
-
 def test_own_model_trains_with_zero_3_and_loads_its_checkpoint(tmp_path):
-    launch(_zero, (str(tmp_path / "ckpt"),), Mesh(dp=2), processes=QuickProcesses(tmp_path))
-    assert (tmp_path / "stdout").read_text().count("loaded outputs differ by 0.0\n") == 2
-
-
-def _proof(port: int) -> None:
-    _own("own_pipeline_zero.py")
+    printed = _printed(tmp_path, Mesh(dp=2), "own_zero.py", str(tmp_path / "ckpt"))
+    assert printed.count("loaded outputs differ by 0.0\n") == 2
 
 
 def test_own_pipeline_with_zero_3_equals_one_device(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    launch(_proof, (), Mesh(pp=2, dp=2), processes=QuickProcesses(tmp_path))
-    assert (tmp_path / "stdout").read_text().count("differ from one device's") == 4
-
-
-def _ring(port: int) -> None:
-    _own("ring_documents.py")
+    printed = _printed(tmp_path, Mesh(pp=2, dp=2), "own_pipeline_zero.py")
+    assert printed.count("differ from one device's") == 4
 
 
 def test_ring_attention_of_documents_equals_one_device(tmp_path):
-    launch(_ring, (), Mesh(cp=2), processes=QuickProcesses(tmp_path))
-    differences = re.findall(r"differ by at most (\S+)", (tmp_path / "stdout").read_text())
+    printed = _printed(tmp_path, Mesh(cp=2), "ring_documents.py")
+    differences = re.findall(r"differ by at most (\S+)", printed)
     assert len(differences) == 2
     assert all(float(difference) < 1e-11 for difference in differences)

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from refused import check
 from test_pipeline import lists_of
 from torch import Tensor, nn
 
 from warpweave.layers.records import collect_records
 from warpweave.parallel.data.unit import make_unit
 from warpweave.parallel.mesh import single
-from warpweave.parallel.pipeline import (
-    Distributed,
-    InFlight,
-    InProcess,
-    ModuleStage,
-    execute,
-)
+from warpweave.parallel.pipeline import Distributed, InFlight, InProcess, ModuleStage, execute
 from warpweave.parallel.pipeline.losses import LOSS, add_losses, split_losses
 from warpweave.parallel.pipeline.stage import ChainStage, Segment
 from warpweave.parallel.schedule import Schedule, gpipe, interleaved, with_comm
@@ -68,43 +64,25 @@ def run(lists: Schedule, stages: int, **more) -> dict[int, Plain]:
 @pytest.mark.parametrize(
     ("lists", "stages", "message"),
     [
-        (  # updates the named stage, not the other one on the rank
-            lists_of("0F0 0F1 0F2 1F0 1F1 1F2 1I0 0I0 1I1 0I1 1I2 0I2 0W1 0UPDATE@1"),
-            2,
-            "rank 0: 0UPDATE@1 must come after the W of micro-batches [0, 2]",
-        ),
-        (
-            lists_of("0F0 0F1 1F0 1F1 1I1 1I0 0I1"),
-            2,
-            "rank 0: no W follows the I of these (stage, micro-batch) pairs: "
-            "[(0, 1), (1, 0), (1, 1)]",
-        ),
-        (
-            lists_of("0F1 0F0 1F0 1B0"),
-            2,
-            "rank 0: the action list ends with unused data of these (kind, stage, micro-batch): "
-            "[('B', 0, 0), ('F', 1, 1)]",
-        ),
-        (
-            lists_of(
-                "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"
-            ),
-            2,
-            "messages were sent but never received: 0SEND_F1 0SEND_F2",
-        ),
-        (
-            lists_of("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1SEND_F0 1RECV_B0", "2RECV_F0 2F0"),
-            3,
-            "deadlock: rank 0 waits for 0RECV_B0 from rank 1; rank 1 waits for 1RECV_B0 from rank "
-            "2",
-        ),
+        # updates the named stage, not the other one on the rank
+        (["0F0 0F1 0F2 1F0 1F1 1F2 1I0 0I0 1I1 0I1 1I2 0I2 0W1 0UPDATE@1"], 2,
+         "rank 0: 0UPDATE@1 must come after the W of micro-batches [0, 2]"),
+        (["0F0 0F1 1F0 1F1 1I1 1I0 0I1"], 2,
+         "rank 0: no W follows the I of these (stage, micro-batch) pairs: [(0, 1), (1, 0), "
+         "(1, 1)]"),
+        (["0F1 0F0 1F0 1B0"], 2,
+         "rank 0: the action list ends with unused data of these (kind, stage, micro-batch): "
+         "[('B', 0, 0), ('F', 1, 1)]"),
+        (["0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"], 2,
+         "messages were sent but never received: 0SEND_F1 0SEND_F2"),
+        (["0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1SEND_F0 1RECV_B0", "2RECV_F0 2F0"], 3,
+         "deadlock: rank 0 waits for 0RECV_B0 from rank 1; rank 1 waits for 1RECV_B0 from rank 2"),
     ],
-)
+)  # fmt: skip
 def test_an_error_names_all_micro_batches_messages_and_ranks_concerned(
-    lists: Schedule, stages: int, message: str
+    lists: list[str], stages: int, message: str
 ) -> None:
-    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
-        run(lists, stages)
+    check(lambda: run(lists_of(*lists), stages), f"^{re.escape(message)}$", RuntimeError)
 
 
 @pytest.mark.parametrize(("silent", "waiting"), [("1F0", 2), ("2B0", 1)])
@@ -112,16 +90,18 @@ def test_a_stage_that_gives_nothing_is_named_with_the_one_that_waits(silent, wai
     made = {s: Plain() for s in range(3)}
     made[int(silent[0])].gives = False
     made[2].forward = lambda mb, x, version: None
+    call = partial(execute, lists_of("0F0 1F0 2F0 2B0 1B0 0B0"), made, InProcess())
     words = f"^rank 0: {silent} returned None, but stage {waiting} waits for data$"
-    with pytest.raises(RuntimeError, match=words):
-        execute(lists_of("0F0 1F0 2F0 2B0 1B0 0B0"), made, InProcess())
+    check(call, words, RuntimeError)
 
 
 def test_lists_of_several_ranks_without_messages_are_rejected() -> None:
     words = "^the lists of 3 ranks have no SEND or RECV; pass them through with_comm$"
-    with pytest.raises(ValueError, match=words):
-        run(interleaved(3, 3, 2), 6)
+    check(lambda: run(interleaved(3, 3, 2), 6), words)
     run(lists_of("0F0 1F0 1B0 0B0"), 2)  # a single rank sends nothing
+
+
+UNFINISHED = r": the run ends with unfinished \(stage, micro-batch\) pairs: \[\(0, 1\), \(0, 2\)\]$"
 
 
 def test_every_rank_is_asked_whether_its_micro_batches_have_ended() -> None:
@@ -130,12 +110,7 @@ def test_every_rank_is_asked_whether_its_micro_batches_have_ended() -> None:
     run_ = InFlight()
     run_.check_ended()
     execute(lists, {s: Plain() for s in range(2)}, InProcess(), run_)
-    words = (
-        r"^rank 1: the run ends with unfinished \(stage, micro-batch\) pairs: "
-        r"\[\(0, 1\), \(0, 2\)\]$"
-    )
-    with pytest.raises(RuntimeError, match=words):
-        run_.check_ended()
+    check(run_.check_ended, f"^rank 1{UNFINISHED}", RuntimeError)
     run_.advance(4, 3)
     run_.advance(4, 3)
     assert (run_.microbatches, run_.versions) == (8, 6)
@@ -146,12 +121,7 @@ def test_a_weight_gradient_may_be_owed_from_one_pass_to_the_next() -> None:
     done: list[int] = []
     stage.backward_weight = done.append
     execute(begun, {0: stage}, InProcess(), run_)
-    words = (
-        r"^rank 0: the run ends with unfinished \(stage, micro-batch\) pairs: "
-        r"\[\(0, 1\), \(0, 2\)\]$"
-    )
-    with pytest.raises(RuntimeError, match=words):
-        run_.check_ended()
+    check(run_.check_ended, f"^rank 0{UNFINISHED}", RuntimeError)
     run_.advance(1)
     execute(lists_of("0W0 0F2 0I2"), {0: stage}, InProcess(), run_)
     run_.advance(1)
@@ -159,10 +129,11 @@ def test_a_weight_gradient_may_be_owed_from_one_pass_to_the_next() -> None:
     late = InFlight()
     late.ranks |= run_.ranks
     late.advance(2)
-    with pytest.raises(RuntimeError, match=r"0UPDATE@1 must come after the W of .* \[0, 1\]$"):
-        execute(lists_of("0UPDATE@1"), {0: stage}, InProcess(), late)
-    with pytest.raises(RuntimeError, match=r"^rank 0: 0I1 occurs twice$"):
-        execute(lists_of("0I1"), {0: stage}, InProcess(), late)
+    for row, words in (
+        ("0UPDATE@1", r"0UPDATE@1 must come after the W of .* \[0, 1\]$"),
+        ("0I1", "^rank 0: 0I1 occurs twice$"),
+    ):
+        check(partial(execute, lists_of(row), {0: stage}, InProcess(), late), words, RuntimeError)
     execute(lists_of("0W1 0W0"), {0: stage}, InProcess(), run_)
     assert done == [0, 1, 3, 2]
     run_.check_ended()
@@ -173,26 +144,20 @@ def test_forward_reads_current_or_earlier_weight_versions_but_not_later_ones() -
         ("0F0@1 0B0@1", "0F0@1 comes before 0UPDATE@1, on which it depends"),
         ("0F0 0B0 0UPDATE@1 0F1@2 0B1@2", "0F1@2 comes before 0UPDATE@2, on which it depends"),
     ):
-        with pytest.raises(RuntimeError, match=f"^rank 0: {words}$"):
-            run(lists_of(row), 1)
+        check(partial(run, lists_of(row), 1), f"^rank 0: {words}$", RuntimeError)
     run(lists_of("0F0 0B0 0UPDATE@1 0F1@1 0B1@1 0F2 0B2"), 1)
 
     one, run_, stage = "0F{} 0B{} 0UPDATE@1 0F{}@1 0B{}@1 0UPDATE@2", InFlight(), Plain()
     seen: list[tuple[int, int]] = []
 
-    def forward(mb: int, x: Tensor | None, version: int) -> Tensor:
-        seen.append((mb, version))
-        return stage.buffer
-
-    stage.forward = forward
+    stage.forward = lambda mb, x, version: seen.append((mb, version)) or stage.buffer
     for _ in range(3):  # version 0 of each pass is the newest of the previous one
         execute(lists_of(one.format(0, 0, 1, 1)), {0: stage}, InProcess(), run_)
         run_.advance(2, 2)
     assert seen == [(mb, mb) for mb in range(6)]
-    with pytest.raises(
-        RuntimeError, match=r"^rank 0: 0F0@1 comes before 0UPDATE@1, on which it depends$"
-    ):
-        execute(lists_of("0F0@1 0B0@1"), {0: stage}, InProcess(), run_)
+    words = "^rank 0: 0F0@1 comes before 0UPDATE@1, on which it depends$"
+    call = partial(execute, lists_of("0F0@1 0B0@1"), {0: stage}, InProcess(), run_)
+    check(call, words, RuntimeError)
     execute(lists_of("0F0@-1 0B0@-1"), {0: stage}, InProcess(), run_)
     assert seen[-1] == (6, 5)
 
@@ -233,11 +198,9 @@ def test_shapes_are_agreed_of_every_micro_batch_of_every_stage() -> None:
 def test_a_module_stage_says_what_it_was_not_given() -> None:
     module, like = nn.Linear(2, 2), ((3, 2), torch.float32, torch.device("cpu"))
     first = ModuleStage(module, inputs=lambda mb: torch.zeros(3, 2))
-    with pytest.raises(ValueError, match=r"^the first stage receives nothing$"):
-        first.input_like(0)
+    check(lambda: first.input_like(0), "^the first stage receives nothing$")
     assert ModuleStage(module, like=like).input_like(7) == like
-    with pytest.raises(ValueError, match=r"^UPDATE needs an optimizer, but this stage has none"):
-        first.update()
+    check(first.update, "^UPDATE needs an optimizer, but this stage has none")
     assert first.tie() is None
 
 
@@ -268,8 +231,8 @@ def test_each_loss_must_be_a_0_dim_tensor_of_32_bits_and_losses_add_by_name() ->
             (None, "None"),
         ):
             losses = {"a": right, "b": right, "c": right} | {name: wrong}
-            with pytest.raises(ValueError, match=f"^the loss '{name}' must be .*; got {found}$"):
-                split_losses((right, losses))
+            words = f"^the loss '{name}' must be .*; got {found}$"
+            check(partial(split_losses, (right, losses)), words)
     y, losses = split_losses((right, {"a": right, "b": torch.ones(())}))
     total: dict[str, Tensor] = {}
     for _ in range(3):

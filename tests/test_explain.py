@@ -1,5 +1,6 @@
 """`explain`: predicted bytes and messages equal those sent, and memory is ordered as measured."""
 
+import itertools
 import math
 from dataclasses import replace
 from unittest import mock
@@ -8,19 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from refused import check
 from test_memory import Peak
 from test_ring import Case
 
 from warpweave.kernels.devices import A100
 from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.parallel import messages
-from warpweave.parallel.context import (
-    Links,
-    attention,
-    context_attention,
-    gather,
-    measure_links,
-)
+from warpweave.parallel.context import Links, attention, context_attention, gather, measure_links
 from warpweave.parallel.context.explain import StrategyCost, explain, table
 from warpweave.parallel.layout import SequenceLayout, balance
 from warpweave.parallel.mesh import Mesh
@@ -30,14 +26,11 @@ from warpweave.plan.time import Job, block_parts, context_bytes
 
 
 def _costs(case: Case, links: Links | None = None) -> dict[str, StrategyCost]:
-    sizes = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.dim}
-    return {
-        cost.strategy: cost
-        for cost in explain(
-            case.layout, **sizes, batch=case.batch, itemsize=case.dtype.itemsize,
-            causal=case.causal, window=case.window, links=links,
-        )
-    }  # fmt: skip
+    costs = explain(
+        case.layout, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.dim, batch=case.batch,
+        itemsize=case.dtype.itemsize, causal=case.causal, window=case.window, links=links,
+    )  # fmt: skip
+    return {cost.strategy: cost for cost in costs}
 
 
 def _run(
@@ -122,9 +115,8 @@ def _hybrid(rank: int) -> None:
     found = sum(forward), sum(backward), len(forward + backward)
     assert found == (cost.forward, cost.backward, cost.messages)
     assert cost.strategy == "hybrid"
-    slow, fast = (
-        explain(case.layout, **sizes, ulysses=2, links=Links(n, 1e14))[0] for n in (1e6, 1e20)
-    )
+    speeds = Links(1e6, 1e14), Links(1e20, 1e14)
+    slow, fast = (explain(case.layout, **sizes, ulysses=2, links=x)[0] for x in speeds)
     assert slow.exposed > sum(sum(x) for x in (forward[:1], backward[:1])) / 1e6 > fast.exposed
 
 
@@ -143,17 +135,12 @@ def test_a_layout_without_a_hybrid_has_no_row_for_a_pair(layout: SequenceLayout)
 
 
 def test_a_hybrid_needs_a_head_for_each_rank_of_a_group_and_whole_groups() -> None:
-    rows = {
-        (heads, degree): len(
-            explain(SequenceLayout(96, 4), heads=heads, kv_heads=1, head_dim=8, ulysses=degree)
-        )
-        for heads in (1, 2, 3, 4)
-        for degree in (1, 2, 3, 4)
-    }
-    assert {given for given, n in rows.items() if n} == {
-        (1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2), (4, 4),
-    }  # fmt: skip
-    assert set(rows.values()) == {0, 1}
+    rows, sizes = {}, {"kv_heads": 1, "head_dim": 8}
+    for heads, degree in itertools.product(range(1, 5), repeat=2):
+        costs = explain(SequenceLayout(96, 4), heads=heads, **sizes, ulysses=degree)
+        rows[heads, degree] = len(costs)
+    fit = {(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2), (4, 4)}
+    assert rows == {given: int(given in fit) for given in rows}
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -188,11 +175,9 @@ def test_memory_falls_with_ranks_in_a_ring_and_by_heads_in_a_stream() -> None:
 
 
 def test_the_table_names_every_strategy_that_fits() -> None:
-    sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128}
-    text = table(explain(SequenceLayout(131072, 8), **sizes))
-    assert {line.split()[0] for line in text.splitlines()[1:]} == {
-        "ring", "gather", "stream", "ulysses",
-    }  # fmt: skip
+    sizes, layout = {"heads": 32, "kv_heads": 8, "head_dim": 128}, SequenceLayout(131072, 8)
+    text, every = table(explain(layout, **sizes)), {"ring", "gather", "stream", "ulysses"}
+    assert {line.split()[0] for line in text.splitlines()[1:]} == every
     assert next(line for line in text.splitlines() if "auto (by bytes" in line).startswith("ring")
     assert text.count("unknown") == 4  # the seconds, without speeds
     one_head, too_many = (
@@ -200,9 +185,7 @@ def test_the_table_names_every_strategy_that_fits() -> None:
         for ranks in (32, 64)
     )
     assert "ulysses" in one_head - too_many  # of each rank; more ranks than heads
-    near, far = (
-        explain(SequenceLayout(131072, 8), **sizes, links=Links(n, 4e14)) for n in (1e13, 1e9)
-    )
+    near, far = (explain(layout, **sizes, links=Links(n, 4e14)) for n in (1e13, 1e9))
     assert sum(c.exposed for c in near) < sum(c.exposed for c in far)
     assert table(far).count("auto (least exposed time)") == 1
 
@@ -262,9 +245,8 @@ def test_a_ulysses_group_of_a_hybrid_is_near_and_one_of_all_ranks_is_not() -> No
 def test_sums_under_way_are_float32_or_as_wide_as_their_terms() -> None:
     """K‖V twice and its gradient once, in a ring of every block and in a gather."""
     for itemsize, times in ((2, 4), (4, 3), (8, 3)):
-        costs = explain(
-            SequenceLayout(64, 4), heads=8, kv_heads=4, head_dim=16, itemsize=itemsize, causal=False
-        )
+        sizes = {"heads": 8, "kv_heads": 4, "head_dim": 16, "itemsize": itemsize}
+        costs = explain(SequenceLayout(64, 4), **sizes, causal=False)
         found = {cost.strategy: cost for cost in costs}
         kv = 2 * 16 * 4 * 16 * itemsize
         for name in ("ring", "gather", "stream"):
@@ -328,18 +310,14 @@ def _taken(rank: int) -> None:
 
 def _ran(case: Case, rank: int, links: Links | None) -> str:
     """Return the strategy that "auto" runs."""
-    inputs, ran = case.shard(rank)[0], []
-    watched = {
-        name: strategy._replace(
-            forward=lambda *a, n=name, f=strategy.forward: (ran.append(n), f(*a))[1]
-        )
-        for name, strategy in attention._STRATEGIES.items()
-    }
-    with mock.patch.object(attention, "_STRATEGIES", watched):
-        context_attention(
-            *inputs, layout=case.layout, group=dist.group.WORLD, window=case.window, strategy=links
-        )
-    return ran[0]
+    inputs, spies = case.shard(rank)[0], {}
+    for name, strategy in attention._STRATEGIES.items():
+        spies[name] = strategy._replace(forward=mock.Mock(wraps=strategy.forward))
+    how = {"layout": case.layout, "group": dist.group.WORLD, "window": case.window}
+    with mock.patch.object(attention, "_STRATEGIES", spies):
+        context_attention(*inputs, **how, strategy=links)
+    (ran,) = (name for name, spy in spies.items() if spy.forward.called)
+    return ran
 
 
 def test_auto_takes_what_explain_says() -> None:
@@ -349,10 +327,8 @@ def test_auto_takes_what_explain_says() -> None:
 def _too_much(rank: int) -> None:
     case = Case(SequenceLayout(16, 2), batch=1)
     links = Links(1e9, 1e12, memory=10)
-    with pytest.raises(
-        ValueError, match=r"no strategy fits .* = 10 bytes; '\w+' needs the least, \d"
-    ):
-        _ran(case, rank, links)
+    words = r"no strategy fits .* = 10 bytes; '\w+' needs the least, \d"
+    check(lambda: _ran(case, rank, links), words)
     measured = measure_links(dist.group.WORLD, torch.randn(1, 64, 4, 8), size=2**12, rounds=2)
     found = [None, None]
     dist.all_gather_object(found, measured)
@@ -379,19 +355,16 @@ def test_a_strategy_may_hold_exactly_as_much_as_is_allowed() -> None:
 
 @pytest.mark.parametrize("name", ["link", "flops", "near", "memory"])
 def test_a_speed_is_positive(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):
-        Links(**{"link": 1.0, "flops": 1.0, name: 0})
+    check(lambda: Links(**{"link": 1.0, "flops": 1.0, name: 0}), f"{name} must be positive, got 0")
 
 
 def test_auto_without_speeds_is_by_bytes() -> None:
     """It gathers as long as the whole K‖V is no larger than q, o and K‖V of a rank."""
     for heads, kv_heads, last in ((32, 32, 2), (32, 8, 5), (64, 8, 9)):
+        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": 64}
         for parts, name in ((last, "gather"), (last + 1, "ring")):
-            costs = explain(
-                SequenceLayout(64 * parts, parts), heads=heads, kv_heads=kv_heads, head_dim=64
-            )
+            costs = explain(SequenceLayout(64 * parts, parts), **sizes)
             assert [c.strategy for c in costs if c.auto] == [name]
-    spared = explain(
-        SequenceLayout(256, 4, "contiguous"), heads=32, kv_heads=8, head_dim=64, window=8
-    )
+    layout = SequenceLayout(256, 4, "contiguous")
+    spared = explain(layout, heads=32, kv_heads=8, head_dim=64, window=8)
     assert [c.strategy for c in spared if c.auto] == ["ring"] == [spared[0].strategy]

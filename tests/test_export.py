@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from close import relative_error
+from refused import check
 from test_init_from import _config, _trainer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -217,17 +218,7 @@ def test_the_origin_is_found_from_a_run_or_its_checkpoint_by_any_path(tmp_path, 
         assert find_origin(Path(name)).samefile(origin)
 
 
-def test_nothing_of_an_earlier_beginning_stays_beside_another(source, tmp_path):
-    keep_origin(tmp_path / "run", source, None, "x", again=False)
-    kept = tmp_path / "run" / "origin"
-    assert {path.name for path in kept.iterdir()} == {
-        "config.json", "generation_config.json", *FILES,
-    }  # fmt: skip
-    keep_origin(tmp_path / "run", None, None, "bytes", again=False)
-    assert not list(kept.iterdir())
-
-
-def test_a_run_keeps_what_its_last_beginning_had(tmp_path):
+def test_a_run_keeps_what_its_last_beginning_had(source, tmp_path):
     def kept() -> set[str]:
         return {path.name for path in (tmp_path / "run" / "origin").iterdir()}
 
@@ -241,6 +232,10 @@ def test_a_run_keeps_what_its_last_beginning_had(tmp_path):
     assert kept() == {"tokenizer.json", "merges.txt"}
     keep_origin(tmp_path / "run", None, other, "x", again=False)
     assert kept() == {"tokenizer.json"}
+    keep_origin(tmp_path / "run", source, None, "x", again=False)
+    assert kept() == {"config.json", "generation_config.json", *FILES}
+    keep_origin(tmp_path / "run", None, None, "bytes", again=False)
+    assert not kept()
 
 
 SAID = {"model_type": "llama", "eos_token_id": 7, "pad_token_id": 1, "hidden_size": 3}
@@ -330,6 +325,8 @@ def test_tokens_that_were_added_need_room_in_the_model_too(tmp_path):
 
 
 def test_generation_config_alone_decides_the_stop_tokens_if_it_exists(source, tmp_path):
+    from transformers import GenerationConfig
+
     keep_origin(tmp_path / "run", source, None, "x", again=False)
     step = tmp_path / "run" / "checkpoints" / "step"
     step.mkdir(parents=True)
@@ -339,15 +336,19 @@ def test_generation_config_alone_decides_the_stop_tokens_if_it_exists(source, tm
         assert find_tokenizer(folder) == kept / "tokenizer.json"
     assert read_stop_tokens(tmp_path) == ()
     assert find_tokenizer(tmp_path) is None
-    for said, ends in (
+    there = {"config_file_name": "config.json", "_from_model_config": True}
+    for fields, ends in (
         ({}, ()), ({"eos_token_id": None}, ()), ({"eos_token_id": [3, 4]}, (3, 4)),
-        ({"eos_token_id": 0}, (0,)),
+        ({"eos_token_id": [7, 8]}, (7, 8)), ({"eos_token_id": 0}, (0,)),
     ):  # fmt: skip
-        (tmp_path / "config.json").write_text(json.dumps(said))
+        said = fields.get("eos_token_id")  # transformers reads the same
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | fields))
         assert read_stop_tokens(tmp_path) == ends
+        assert GenerationConfig.from_pretrained(tmp_path, **there).eos_token_id == said
         (tmp_path / "config.json").write_text(json.dumps(SAID))
-        (tmp_path / "generation_config.json").write_text(json.dumps(said))
+        (tmp_path / "generation_config.json").write_text(json.dumps(fields))
         assert read_stop_tokens(tmp_path) == ends
+        assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == said
         (tmp_path / "generation_config.json").unlink()
     for odd in ("7", [7, None], True):
         (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": odd}))
@@ -408,22 +409,17 @@ def test_weights_may_be_asked_for_in_any_dtype(name, tmp_path, capfd, monkeypatc
 
 
 def test_what_a_user_has_is_not_written_over(bytes_run, tmp_path, capfd):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis").touch()
-    assert _export(capfd, bytes_run, tmp_path / "out") == (
-        2, {}, f"warpweave: {tmp_path / 'out'} already exists",
-    )  # fmt: skip
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis"]
-    (tmp_path / "link").symlink_to("nowhere")
-    assert _export(capfd, bytes_run, tmp_path / "link") == (
-        2, {}, f"warpweave: {tmp_path / 'link'} already exists",
-    )  # fmt: skip
+    out, link = tmp_path / "out", tmp_path / "link"
+    out.mkdir()
+    (out / "thesis").touch()
+    link.symlink_to("nowhere")
+    for run, there, said in (
+        (bytes_run, out, f"{out} already exists"), (bytes_run, link, f"{link} already exists"),
+        (tmp_path, tmp_path / "new", f"{tmp_path} is not a run or a checkpoint of warpweave train"),
+    ):  # fmt: skip
+        assert _export(capfd, run, there) == (2, {}, f"warpweave: {said}")
     assert {path.name for path in tmp_path.iterdir()} == {"link", "out"}
-    code, _, err = _export(capfd, tmp_path, tmp_path / "new")
-    assert (code, err) == (
-        2,
-        f"warpweave: {tmp_path} is not a run or a checkpoint of warpweave train",
-    )
+    assert [path.name for path in out.iterdir()] == ["thesis"]
 
 
 def test_every_option_of_the_command_changes_what_is_written(words_run, tmp_path, capfd):
@@ -447,30 +443,23 @@ def test_every_option_of_the_command_changes_what_is_written(words_run, tmp_path
         assert code == 0, err
         assert seen(result), result
     code, _, err = _export(capfd, saved, tmp_path / "no", "--tokenizer", tmp_path / "no.json")
-    assert (code, err) == (
-        2,
-        f"warpweave: cannot read {tmp_path / 'no.json'}: No such file or directory",
-    )
+    said = f"warpweave: cannot read {tmp_path / 'no.json'}: No such file or directory"
+    assert (code, err) == (2, said)
 
 
 def test_another_tokenizer_than_the_trainings_is_never_exported(words_run, bytes_run, tmp_path):
-    kept = words_run / "origin" / "tokenizer.json"
-    mine = kept.read_bytes()
+    kept, out = words_run / "origin/tokenizer.json", tmp_path / "out"
+    mine, large = kept.read_bytes(), tmp_path / "large.json"
     try:
         _words(kept, "</s>")
-        with pytest.raises(
-            ConvertError,
-            match=r"^the tokenizer that the model was trained with .* is not in .*origin",
-        ):
-            to_hf(words_run, tmp_path / "out")
+        words = "^the tokenizer that the model was trained with .* is not in .*origin"
+        check(lambda: to_hf(words_run, out), words, ConvertError)
     finally:
         kept.write_bytes(mine)
-    large = Tokenizer(models.WordLevel({str(i): i for i in range(300)}, unk_token="0"))
-    large.save(str(tmp_path / "large.json"))
-    with pytest.raises(
-        ConvertError, match=r"^the tokenizer has 300 tokens, but the model has 256$"
-    ):
-        to_hf(bytes_run, tmp_path / "out", tokenizer=tmp_path / "large.json")
+    words = {str(i): i for i in range(300)}
+    Tokenizer(models.WordLevel(words, unk_token="0")).save(str(large))
+    said = "^the tokenizer has 300 tokens, but the model has 256$"
+    check(lambda: to_hf(bytes_run, out, tokenizer=large), said, ConvertError)
     assert not (tmp_path / "out").exists()
 
 
@@ -637,17 +626,12 @@ def test_a_run_that_began_with_a_model_of_transformers_goes_back_as_that(tmp_pat
     config = _config(tmp_path, source)
     _save(_trainer(config))
     assert read_stop_tokens(config.out) == (7,)
-    assert (
-        find_tokenizer(open_latest(config.out / "checkpoints").path).parent == config.out / "origin"
-    )
+    step = open_latest(config.out / "checkpoints").path
+    assert find_tokenizer(step).parent == config.out / "origin"
     back = to_hf(config.out, tmp_path / "back")
     assert from_hf(back).fields == from_hf(source).fields
-    for name in (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "generation_config.json",
-    ):
+    kept = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+    for name in (*kept, "generation_config.json"):
         assert (back / name).read_bytes() == (source / name).read_bytes()
     # An explicit folder takes precedence over the run's origin.
     like = to_hf(config.out, tmp_path / "like")
@@ -655,11 +639,9 @@ def test_a_run_that_began_with_a_model_of_transformers_goes_back_as_that(tmp_pat
     assert from_hf(to_hf(config.out, tmp_path / "third", like=like)).fields["more"] == 1
     # A tokenizer other than the model's, and a run that continues from the run.
     own = _words(tmp_path / "own.json", "</s>")
-    second = dataclasses.replace(
-        config, tokenizer=own, init_from=config.out, out=tmp_path / "second"
-    )
-    _save(_trainer(second))
-    other = to_hf(second.out, tmp_path / "other")
+    again = {"tokenizer": own, "init_from": config.out, "out": tmp_path / "second"}
+    _save(_trainer(dataclasses.replace(config, **again)))
+    other = to_hf(again["out"], tmp_path / "other")
     assert (other / "tokenizer.json").read_bytes() == own.read_bytes()
     assert not (other / "chat_template.jinja").exists()
     assert from_hf(other).fields["model_type"] == "mistral"

@@ -21,11 +21,8 @@ HEAVY = ("torch", "triton", "numpy", "tyro")
 def _typing_block() -> dict[str, str]:
     """Return the modules that a type checker sees for every name."""
     tree = ast.parse(Path(warpweave.__file__).read_text())
-    block = next(
-        node
-        for node in tree.body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    )
+    tests = {ast.unparse(node.test): node for node in tree.body if isinstance(node, ast.If)}
+    block = tests["TYPE_CHECKING"]
     return {alias.name: node.module for node in block.body for alias in node.names}
 
 
@@ -48,9 +45,8 @@ from warpweave import RMSNorm
 assert RMSNorm(8)(__import__("torch").ones(2, 8)).shape == (2, 8)
 print("torch" in sys.modules)
 """
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=300
-    )
+    words = [sys.executable, "-P", "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines() == ["[]", "True"], done.stderr
 
 

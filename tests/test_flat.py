@@ -21,12 +21,8 @@ def _drawn(seed: int) -> list[ParamRecord]:
         matrix = len(shape) == 2 and draw.random() < 0.5
         cuts = (Cut("tp", 0, 2),) if shape and shape[0] and draw.random() < 0.4 else ()
         partial = ("tp",) if not cuts and draw.random() < 0.3 else ()
-        records.append(
-            ParamRecord(
-                f"p{n}", shape, cuts, partial, decay=draw.random() < 0.5,
-                matrices=(1,) if matrix else (),
-            )
-        )  # fmt: skip
+        options = {"decay": draw.random() < 0.5, "matrices": (1,) if matrix else ()}
+        records.append(ParamRecord(f"p{n}", shape, cuts, partial, **options))
     return records
 
 
@@ -47,18 +43,14 @@ def test_parameters_lie_apart_in_one_range_for_each_kind(ranks: int) -> None:
             end += -(-_size(record) // 32) * 32
         assert layout.size == -(-end // (32 * ranks)) * 32 * ranks
         # Ranges are the runs of equal kind, and cover everything except the padding at the end.
-        kinds = [
-            (bool(r.matrices), r.decay, r.cut_axes, r.partial)
-            for r in layout.records
-            for _ in range(-(-_size(r) // 32) * 32)
-        ]
-        found = [
-            (r.matrix, r.decay, r.cut_axes, r.partial)
-            for r in layout.ranges
-            for _ in range(r.stop - r.start)
-        ]
-        assert found == kinds
+        kinds, found = [], []
+        for r in layout.records:
+            kind = bool(r.matrices), r.decay, r.cut_axes, r.partial
+            kinds += [kind] * (-(-_size(r) // 32) * 32)
         runs = [(r.matrix, r.decay, r.cut_axes, r.partial) for r in layout.ranges]
+        for run, r in zip(runs, layout.ranges):
+            found += [run] * (r.stop - r.start)
+        assert found == kinds
         assert len({*runs}) == len(runs), "each kind is one range"
         assert all(a.stop == b.start for a, b in itertools.pairwise(layout.ranges))
         flags = [kind[0] for kind in kinds]

@@ -4,7 +4,9 @@ block equal plain torch on ranks with sharded tokens, with the same bits on ever
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from close import relative_error
 from ranks import run_ranks
+from refused import check
 from sharded import draw, part, same_birth
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -136,23 +139,17 @@ def test_halves_of_a_block_equal_plain_torch_round_after_round(world, half):
 def _fusing(rank: int) -> None:
     """dx of a column-parallel layer is one fused product if dW is deferred or not needed. Otherwise
     there are two products to hide whole collectives under."""
-    ranks = {
-        "group": dist.group.WORLD,
-        "overlap": "fused",
-        "workspace": Workspace(dist.group.WORLD),
-    }
+    ranks = {"group": dist.group.WORLD, "overlap": "fused"}
+    ranks["workspace"] = Workspace(dist.group.WORLD)
     for sequence, name in ((True, "gemm_reduce_scatter"), (False, "gemm_all_reduce")):
         for frozen, waiting, times in ((False, False, 0), (False, True, 1), (True, False, 1)):
             x = draw(1, 6, 5).requires_grad_()
             w = draw(2, 8, 5).requires_grad_(not frozen)
             y = column_parallel_linear(x, w, sequence_parallel=sequence, **ranks)
             store = WeightGradients()
-            with mock.patch.object(gathering, name, wraps=getattr(gathering, name)) as called:
-                if waiting:
-                    with collect(store):
-                        y.backward(draw(3, *y.shape))
-                else:
-                    y.backward(draw(3, *y.shape))
+            spy = mock.patch.object(gathering, name, wraps=getattr(gathering, name))
+            with spy as called, collect(store) if waiting else nullcontext():
+                y.backward(draw(3, *y.shape))
             assert called.call_count == times, (sequence, frozen, waiting)
             assert len(store) == waiting
             store.run()
@@ -192,31 +189,26 @@ def test_layers_of_a_mesh_share_its_workspace() -> None:
 
 def _refused(rank: int) -> None:
     group, x, w = dist.group.WORLD, draw(1, 6, 5), draw(2, 8, 5)
-    ranks = {"group": group, "sequence_parallel": True}
-    with pytest.raises(ValueError, match="one of none, bulk, chunked, fused, got 'fast'"):
-        column_parallel_linear(x, w, overlap="fast", **ranks)
-    with pytest.raises(ValueError, match="needs `workspace`, got None; pass a Workspace of the"):
-        column_parallel_linear(x, w, overlap="fused", **ranks)
-    workspace = Workspace(group)
-    ranks |= {"overlap": "fused", "workspace": workspace}
-    with pytest.raises(ValueError, match="pass impl='triton', or a different overlap"):
-        parallel_mlp(x, w, draw(3, 5, 8), activation="gelu", impl="torch", **ranks)
-    table, ranks["impl"] = rope_table(torch.arange(12), 2, dtype=torch.float64), "torch"
-    with pytest.raises(ValueError, match="pass impl='triton', or a different overlap"):
-        parallel_qkv_rope(x, draw(3, 1, 4, 2, 5), None, *table, shape=(1, 12), **ranks)
-    del ranks["impl"]
-    with pytest.raises(
-        ValueError, match=r"5 tokens .* not divisible by the 2 tensor-parallel ranks"
-    ):
-        row_parallel_linear(draw(1, 5, 8), draw(2, 5, 8), **ranks)
-    with pytest.raises(ValueError, match="pass impl='triton', or a different overlap"):
-        parallel_qkv_rope(  # also where only the backward would be fused
-            x, draw(3, 1, 4, 2, 5), None, *table, shape=(1, 6), impl="torch",
-            **ranks | {"sequence_parallel": False},
-        )  # fmt: skip
-    for layer in (MLP, Attention):
-        with pytest.raises(ValueError, match="pass impl='triton', or a different overlap"):
-            layer(8, 8, overlap="fused", impl="torch")
+    workspace, table = Workspace(group), rope_table(torch.arange(12), 2, dtype=torch.float64)
+    plain = {"group": group, "sequence_parallel": True}
+    ranks = plain | {"overlap": "fused", "workspace": workspace}
+    backward = ranks | {"sequence_parallel": False}  # only the backward would be fused
+    heads, other = (x, draw(3, 1, 4, 2, 5), None, *table), "pass impl='triton', or a different over"
+    for call, words in (
+        (partial(column_parallel_linear, x, w, overlap="fast", **plain),
+         "one of none, bulk, chunked, fused, got 'fast'"),
+        (partial(column_parallel_linear, x, w, overlap="fused", **plain),
+         "needs `workspace`, got None; pass a Workspace of the"),
+        (partial(parallel_mlp, x, w, draw(3, 5, 8), activation="gelu", impl="torch", **ranks),
+         other),
+        (partial(parallel_qkv_rope, *heads, shape=(1, 12), impl="torch", **ranks), other),
+        (partial(row_parallel_linear, draw(1, 5, 8), draw(2, 5, 8), **ranks),
+         "5 tokens .* not divisible by the 2 tensor-parallel ranks"),
+        (partial(parallel_qkv_rope, *heads, shape=(1, 6), impl="torch", **backward), other),
+        (partial(MLP, 8, 8, overlap="fused", impl="torch"), other),
+        (partial(Attention, 8, 8, overlap="fused", impl="torch"), other),
+    ):  # fmt: skip
+        check(call, words)
     assert workspace._memory is None  # nothing was made, and nobody waits
 
 
@@ -238,19 +230,14 @@ def _growing(rank: int) -> None:
     assert (more.slots, more.capacity) == (8, 1024)
     streams = mock.Mock(side_effect=[mock.Mock(cuda_stream=n) for n in (1, 2, 1)])
     with mock.patch.object(torch.cuda, "current_stream", streams):
-        with pytest.raises(
-            ValueError, match="symmetric memory is on cpu, but tensors are on cuda:0"
+        for words in (
+            "symmetric memory is on cpu, but tensors are on cuda:0",
+            "op on rank . of 2: this workspace was used on",
         ):
-            workspace.fitting("op", cuda, 1, 1)
-        with pytest.raises(ValueError, match=r"op on rank . of 2: this workspace was used on"):
-            workspace.fitting("op", cuda, 1, 1)
-        captured = Workspace(dist.group.WORLD)
-        capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
-        with (
-            capturing,
-            pytest.raises(ValueError, match=r"99 bytes .* in 2 parts, .* during graph capture"),
-        ):
-            captured.fitting("op", cuda, 2, 99)
+            check(lambda: workspace.fitting("op", cuda, 1, 1), words)
+        captured, words = Workspace(dist.group.WORLD), "99 bytes .* in 2 parts, .* during graph cap"
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+            check(lambda: captured.fitting("op", cuda, 2, 99), words)
     # The host waits only for its own stream, and only if there is something that peers may read: a
     # device that has posted a receive is never idle.
     waits = mock.Mock(cuda_stream=1)
@@ -294,8 +281,7 @@ def _left(rank: int) -> None:
         bounded._memory = local_memory(2, slots=4, capacity=1 << 10, polls=3)[0]
         with pytest.raises(TimeoutError, match="gemm_reduce_scatter on rank 0 of 2, operation 1"):
             gemm_reduce_scatter(a, b, memory=bounded)
-        with pytest.raises(ValueError, match="ended gemm_reduce_scatter midway"):
-            all_gather_gemm(a, b, memory=bounded)
+        check(lambda: all_gather_gemm(a, b, memory=bounded), "ended gemm_reduce_scatter midway")
 
 
 def _bounded(rank: int) -> None:
@@ -313,18 +299,16 @@ def _bounded(rank: int) -> None:
     word = Signature("qkv_rope", 3, 5, torch.float32, (1, 1)).word()
     memory.error.copy_(torch.tensor([9, 1, 2, word, word]))  # as a kernel on a GPU leaves it
     words = rf"^qkv_rope on rank {rank} of 2, operation 9 .*: timed out after .* from rank 1;"
-    with pytest.raises(TimeoutError, match=words):
-        mesh.check_waits()
+    check(mesh.check_waits, words, TimeoutError)
     with mock.patch.object(symmetric, "_over_peers") as made:
         mesh.workspace("tp").renew()
         mesh.workspace("tp")._memory = symmetric.symmetric_memory(
             dist.group.WORLD, "cuda:0", slots=1, capacity=1, timeout=mesh.timeout
         )
     assert made.call_args.args[-1] == 3_500_000
+    words = "on rank 0 of 2, operation 1 .* 5 polls for part .* from rank 1;"
     if rank == 0:  # the other never arrives
-        with pytest.raises(
-            TimeoutError, match=r"on rank 0 of 2, operation 1 .* 5 polls for part .* from rank 1;"
-        ):
+        with pytest.raises(TimeoutError, match=words):
             gemm_reduce_scatter(torch.ones(4, 3), torch.ones(3, 2), memory=workspace)
 
 
@@ -334,14 +318,10 @@ def _bounded(rank: int) -> None:
         ([0, 1, 2], {0, 2}, {0, 2}, ""),
         ([0, 1, 2], {0}, {0, 2}, "cuda:1 has no peer access to cuda:2 of rank 2"),
         ([2, 1, 0], {0, 2}, {0}, "cuda:1 has no native atomics on cuda:2 of rank 0; the GPUs must"),
-        (
-            [1, 1],
-            {0, 2},
-            {0, 2},
-            "each rank must have its own GPU, got GPUs [1, 1] for ranks 0 to 1",
-        ),
+        ([1, 1], {0, 2}, {0, 2},
+         "each rank must have its own GPU, got GPUs [1, 1] for ranks 0 to 1"),
     ],
-)
+)  # fmt: skip
 def test_gpus_that_cannot_signal_are_refused_in_one_line(
     monkeypatch, peers, reached, atomic, said
 ) -> None:
@@ -383,10 +363,9 @@ def test_no_columns_are_no_error() -> None:
 def _empty_dims(rank: int) -> None:
     group = dist.group.WORLD
     ranks = {"group": group, "overlap": "fused", "workspace": Workspace(group)}
+    x, w = draw(1, 4, 0, 6), draw(2, 8, 6)
     for sequence in (False, True):
-        y = row_parallel_linear(
-            draw(1, 4, 0, 6), draw(2, 8, 6), sequence_parallel=sequence, **ranks
-        )
+        y = row_parallel_linear(x, w, sequence_parallel=sequence, **ranks)
         assert y.shape == (2 if sequence else 4, 0, 8)
 
 
@@ -430,9 +409,8 @@ def _averaged(wrap: Callable[..., nn.Module], mesh: ConnectedMesh) -> float:
             g = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
             if records[name].partial:
                 dist.all_reduce(g, group=mesh.group("tp"))
-            worst = max(
-                worst, relative_error(g, records[name].slice(expected[name].grad, mesh.coords))
-            )
+            right = records[name].slice(expected[name].grad, mesh.coords)
+            worst = max(worst, relative_error(g, right))
         whole.zero_grad(), mine.zero_grad()
     return worst
 

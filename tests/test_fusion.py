@@ -44,9 +44,8 @@ def gpu(monkeypatch):
         ran: list[str] = []
         for module in (epilogue, hidden, kernels):
             find, name = module.find_tile, module.__name__.rpartition(".")[2]
-            monkeypatch.setattr(
-                module, "find_tile", lambda *a, f=find, n=name: (ran.append(n), f(*a))[1]
-            )
+            spy = lambda *a, f=find, n=name: (ran.append(n), f(*a))[1]  # noqa: E731
+            monkeypatch.setattr(module, "find_tile", spy)
         return ran
 
     return use
@@ -131,19 +130,16 @@ def test_float32_of_16_bits_is_not_rounded_unfused_either(activation, impl, gpu)
 @pytest.mark.parametrize(
     ("product", "recompute"),
     [
-        ("swiglu", "activation"),
-        ("dropout and residual", "activation"),
-        ("slope of swiglu", "activation"),
-        ("slope of swiglu", "nothing"),
+        ("swiglu", "activation"), ("dropout and residual", "activation"),
+        ("slope of swiglu", "activation"), ("slope of swiglu", "nothing"),
     ],
-)
+)  # fmt: skip
 def test_each_product_is_decided_by_its_own_row(product, recompute, gpu, monkeypatch) -> None:
     ran, how = gpu("fused", product), set[str]()
     for place, name in ((fused, "activation_fwd"), (fused, "dropout"), (hidden, "activation_bwd")):
         half = getattr(place, name)
-        monkeypatch.setattr(
-            place, name, lambda *a, impl, f=half: (how.add(impl), f(*a, impl=impl))[1]
-        )
+        spy = lambda *a, impl, f=half: (how.add(impl), f(*a, impl=impl))[1]  # noqa: E731
+        monkeypatch.setattr(place, name, spy)
     _check_mlp("swiglu", recompute=recompute)
     slope = product.startswith("slope")
     assert ran == (["epilogue", "epilogue"] if slope else ["epilogue", "hidden"])
@@ -267,9 +263,8 @@ def test_the_table_is_its_sources() -> None:
         )
         assert {op for op, _ in rows} == {*OPS}
         found[name] = {op for op, way in rows if way == "fused"}
-    assert found == {
-        name: {*FUSED[arch]} for name, arch in (("A100", 80), ("H100", 90), ("B200", 100))
-    }
+    names = {"A100": 80, "H100": 90, "B200": 100}
+    assert found == {name: {*FUSED[arch]} for name, arch in names.items()}
 
 
 @pytest.mark.parametrize("activation", [None, "geglu"])

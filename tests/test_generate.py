@@ -15,13 +15,13 @@ from unittest import mock
 import pytest
 import torch
 from close import relative_error
+from refused import check
 from test_convert import _theirs
 from threads import run_threads
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from warpweave.checkpoint import save_checkpoint
 from warpweave.convert import from_hf
-from warpweave.convert.source import read_stop_tokens
 from warpweave.model import generate as module
 from warpweave.model.engine import Engine
 from warpweave.model.generate import Sampling, generate, kept
@@ -45,18 +45,30 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {name: root / name for name in NAMES}
 
 
-@functools.cache
-def _expected(name: str, *stop: int) -> list[list[int]]:
+def _continued(name: str, prompts: list[list[int]], tokens: int, *stop: int) -> list[list[int]]:
     """Return the continuation by transformers, prompt by prompt."""
     model, rows = _theirs(name), []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         ids = torch.tensor([prompt])
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
-            max_new_tokens=GREEDY.tokens, eos_token_id=[*stop] or None,
+            max_new_tokens=tokens, eos_token_id=[*stop] or None,
         )  # fmt: skip
         rows.append(out[0, len(prompt) :].tolist())
     return rows
+
+
+@functools.cache
+def _expected(name: str, *stop: int) -> list[list[int]]:
+    return _continued(name, PROMPTS, GREEDY.tokens, *stop)
+
+
+def _save(folder: Path, vocab_size: int, **state: object) -> None:
+    """Write a checkpoint of initial weights."""
+    config = GPTConfig(vocab_size, 32, 1, 8, 2)
+    params = [(name, p.detach()) for name, p in GPT(config).named_parameters()]
+    fields = dataclasses.asdict(config)
+    save_checkpoint(folder / "checkpoints", 1, params, config=fields, state=state)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -193,13 +205,10 @@ def test_any_options_at_once_give_the_texts_of_a_plain_loop(seed):
             param.mul_(8)
     prompts = [[draw.randrange(31) for _ in range(draw.randint(1, 9))] for _ in range(3)]
     how = Sampling(
-        tokens=draw.choice((1, 9, 9, 9)),
-        temperature=draw.choice((0.0, 0.4, 1.0, 3.0, 9.0)),
-        top_k=draw.choice((0, 1, 4, 40)),
-        top_p=draw.choice((1.0, 0.9, 0.3)),
-        stop=draw.choice(((), (3,), tuple(range(0, 31, 2)))),
-        seed=draw.choice((5, 2**40, -1)),
-    )
+        tokens=draw.choice((1, 9, 9, 9)), temperature=draw.choice((0.0, 0.4, 1.0, 3.0, 9.0)),
+        top_k=draw.choice((0, 1, 4, 40)), top_p=draw.choice((1.0, 0.9, 0.3)),
+        stop=draw.choice(((), (3,), tuple(range(0, 31, 2)))), seed=draw.choice((5, 2**40, -1)),
+    )  # fmt: skip
     with torch.no_grad():
         rows = _plain_rows(gpt, prompts, how)
         assert generate(gpt, prompts, how) == rows
@@ -211,10 +220,9 @@ def test_any_options_at_once_give_the_texts_of_a_plain_loop(seed):
 def test_draws_follow_the_softmax_of_the_logits_over_the_temperature():
     logits = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64).expand(20000, 3)
     noise = -torch.empty(20000, 3, dtype=torch.float64).exponential_().log()
-    counts = (
-        module.choose_tokens(logits, noise, Sampling(temperature=2.0)).bincount(minlength=3) / 20000
-    )
-    assert (counts - (logits[0] / 2).softmax(0)).abs().max() < 0.015
+    drawn = module.choose_tokens(logits, noise, Sampling(temperature=2.0))
+    shares = drawn.bincount(minlength=3) / 20000
+    assert (shares - (logits[0] / 2).softmax(0)).abs().max() < 0.015
 
 
 @pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 100), (torch.float16, 1000)])
@@ -233,9 +241,8 @@ def test_logits_of_few_bits_are_divided_by_the_temperature_in_float64(dtype, lea
 def test_the_seed_decides_the_draws(folders):
     found = from_hf(folders["gpt2"])
     gpt = found.load(GPT(found.config))
-    first, *again, other = (
-        generate(gpt, PROMPTS, Sampling(10, 1.0, seed=s)) for s in (1, 1, 1 + 2**65, 1 - 2**63, 2)
-    )
+    seeds = 1, 1, 1 + 2**65, 1 - 2**63, 2
+    first, *again, other = (generate(gpt, PROMPTS, Sampling(10, 1.0, seed=s)) for s in seeds)
     assert again == [first] * 3  # its last 63 bits
     assert other != first
 
@@ -260,24 +267,19 @@ def test_every_module_is_left_in_the_mode_that_it_was_in(fails):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "sampling", "message"),
+    ("prompts", "message"),
     [
-        ([[]], GREEDY, "a prompt must have at least one token"),
-        ([[1], [53]], GREEDY, r"tokens must lie in \[0, 53\), got \[53\]"),
-        ([[1.5]], GREEDY, r"a prompt must be a sequence of integers, got \[1.5\]"),
-        ({"input_ids": 1}, GREEDY, "a prompt must be a sequence of integers, got 'input_ids'"),
-        (
-            [[1] * 55],
-            GREEDY,
-            r"prompt and new tokens \(65\) exceed the model\'s sequence length \(64\)",
-        ),
+        ([[]], "a prompt must have at least one token"),
+        ([[1], [53]], r"tokens must lie in \[0, 53\), got \[53\]"),
+        ([[1.5]], r"a prompt must be a sequence of integers, got \[1.5\]"),
+        ({"input_ids": 1}, "a prompt must be a sequence of integers, got 'input_ids'"),
+        ([[1] * 55], r"prompt and new tokens \(65\) exceed the model's sequence length \(64\)"),
     ],
 )
-def test_prompts_that_the_model_cannot_go_on_with_are_refused(prompts, sampling, message, folders):
+def test_prompts_that_the_model_cannot_go_on_with_are_refused(prompts, message, folders):
     gpt = GPT(from_hf(folders["gpt2"]).config)
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        generate(gpt, prompts, sampling)
-    assert generate(gpt, [], sampling) == []
+    check(lambda: generate(gpt, prompts, GREEDY), f"^{message}$")
+    assert generate(gpt, [], GREEDY) == []
     rows = torch.tensor([[5, 7], [3, 2]])
     assert generate(gpt, rows, GREEDY) == generate(gpt, rows.tolist(), GREEDY)
     assert generate(gpt, [[1], [2]], Sampling(0)) == [[], []]
@@ -331,18 +333,9 @@ def test_the_command_computes_on_the_device_that_it_is_given(folders, tmp_path, 
 def test_the_command_writes_transformers_tokens(axes, folders, tmp_path, capfd):
     folder = Path(shutil.copytree(folders["llama3"], tmp_path / "llama3"))
     _with_words(folder)
-    model = _theirs("llama3")
-    expected = []
-    for prompt in ([1, 5, 7], [1, 11]):
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12,
-            pad_token_id=0, eos_token_id=2,
-        )  # fmt: skip
-        expected.append(out[0, len(prompt) :].tolist())
-    code, lines, err = _sample(
-        capfd, str(folder), "--prompt", "5 7", "11", "--tokens", "12", "--temperature", "0", *axes
-    )
+    expected = _continued("llama3", [[1, 5, 7], [1, 11]], 12, 2)
+    words = "--prompt", "5 7", "11", "--tokens", "12", "--temperature", "0", *axes
+    code, lines, err = _sample(capfd, str(folder), *words)
     assert code == 0, err
     result = json.loads(lines[-1])
     assert result["tokens"] == expected
@@ -352,15 +345,10 @@ def test_the_command_writes_transformers_tokens(axes, folders, tmp_path, capfd):
 
 
 def test_the_command_goes_on_by_a_checkpoint_of_ours(tmp_path, capfd):
-    config = GPTConfig(256, 32, 1, 8, 2)
-    params = [(name, p.detach()) for name, p in GPT(config).named_parameters()]
-    save_checkpoint(
-        tmp_path / "checkpoints", 1, params, config=dataclasses.asdict(config), state={}
-    )
+    _save(tmp_path, 256)
     for k in ("2", "1"):
-        code, lines, err = _sample(
-            capfd, str(tmp_path), "--prompt", "ab", "--tokens", "3", "--top-k", k, "--seed", "5"
-        )
+        words = "--prompt", "ab", "--tokens", "3", "--top-k", k, "--seed", "5"
+        code, lines, err = _sample(capfd, str(tmp_path), *words)
         assert code == 0, err
         assert [len(row) for row in json.loads(lines[-1])["tokens"]] == [3]
         assert ("warpweave: seed = 5 has no effect: top_k = 1 picks" in err) == (k == "1")
@@ -376,19 +364,16 @@ def test_tokens_that_are_no_text_are_left_out_of_the_commands(folders, capfd, mo
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--prompt", "a", "--tp", "3"], r"kv_heads \(2\) is not divisible by tp \(3\)"),
-        (["--prompt", ""], "a prompt must have at least one token"),
-        (["--prompt", "a", "--tokens", "5"], r"tokens must lie in \[0, 53\), got \[97\]"),
-        (
-            ["--prompt", "\x05", "--tokens", "64"],
-            r"prompt and new tokens \(65\) exceed the model\'s",
-        ),
-        (["--prompt", "\x05", "--top-p", "2"], r"top_p must be in \(0, 1\], got 2.0"),
-        (["--prompt", "\x05", "--tokenizer", "nowhere"], "cannot read nowhere: No such file"),
+        (["a", "--tp", "3"], r"kv_heads \(2\) is not divisible by tp \(3\)"),
+        ([""], "a prompt must have at least one token"),
+        (["a", "--tokens", "5"], r"tokens must lie in \[0, 53\), got \[97\]"),
+        (["\x05", "--tokens", "64"], r"prompt and new tokens \(65\) exceed the model's"),
+        (["\x05", "--top-p", "2"], r"top_p must be in \(0, 1\], got 2.0"),
+        (["\x05", "--tokenizer", "nowhere"], "cannot read nowhere: No such file"),
     ],
 )
 def test_the_command_refuses_in_one_line(words, message, folders, capfd):
-    code, _, err = _sample(capfd, str(folders["llama3"]), *words)
+    code, _, err = _sample(capfd, str(folders["llama3"]), "--prompt", *words)
     assert code == 2
     assert re.match(f"warpweave: {message}", err)
     assert "\n" not in err
@@ -397,17 +382,11 @@ def test_the_command_refuses_in_one_line(words, message, folders, capfd):
 @pytest.mark.parametrize(
     ("words", "seen"),
     [
-        ((), {}),
-        (("--tokens", "3"), {"tokens": 3}),
-        (("--temperature", "0.5"), {"temperature": 0.5}),
-        (("--top-k", "4"), {"top_k": 4}),
-        (("--top-p", "0.5"), {"top_p": 0.5}),
-        (("--seed", "7"), {"seed": 7}),
-        (("--dtype", "bf16"), {"dtype": torch.bfloat16}),
-        (("--impl", "torch"), {"impl": "torch"}),
-        (("--timeout", "9"), {"timeout": 9.0}),
-        (("--tp", "2"), {"mesh": Mesh(tp=2)}),
-        (("--pp", "3"), {"mesh": Mesh(pp=3)}),
+        ((), {}), (("--tokens", "3"), {"tokens": 3}), (("--seed", "7"), {"seed": 7}),
+        (("--temperature", "0.5"), {"temperature": 0.5}), (("--top-k", "4"), {"top_k": 4}),
+        (("--top-p", "0.5"), {"top_p": 0.5}), (("--dtype", "bf16"), {"dtype": torch.bfloat16}),
+        (("--impl", "torch"), {"impl": "torch"}), (("--timeout", "9"), {"timeout": 9.0}),
+        (("--tp", "2"), {"mesh": Mesh(tp=2)}), (("--pp", "3"), {"mesh": Mesh(pp=3)}),
         (("--tokenizer", "TOKENIZER"), {"prompts": [[1, 0]]}),
     ],
 )  # fmt: skip
@@ -459,19 +438,13 @@ def test_given_tokenizer_overrides_the_model_and_every_prompt_is_checked(folders
     assert config.prompts() == [[2], [4, 9], [0]]
     config.check()
     for prompt in (("5 " * 61, "5"), ("5", "5 " * 61), ("5", "5 " * 61, "7")):
-        config = dataclasses.replace(config, prompt=prompt)
-        with pytest.raises(
-            ValueError, match=r"new tokens \(65\) exceed the model's sequence length \(64\)$"
-        ):
-            config.check()
+        words = r"new tokens \(65\) exceed the model's sequence length \(64\)$"
+        check(dataclasses.replace(config, prompt=prompt).check, words)
     dataclasses.replace(config, prompt=("5", "5 " * 60)).check()
 
 
 def test_tokens_that_the_tokenizer_has_not_are_left_out_of_the_text(tmp_path, capfd):
-    config = GPTConfig(300, 32, 1, 8, 2)
-    params = [(name, p.detach()) for name, p in GPT(config).named_parameters()]
-    fields = dataclasses.asdict(config)
-    save_checkpoint(tmp_path / "checkpoints", 1, params, config=fields, state={})
+    _save(tmp_path, 300)
     with mock.patch.object(sample, "generate", return_value=[[97, 256, 0, 255, 299, 98]]):
         _, lines, _ = _sample(capfd, str(tmp_path), "--prompt", "ab", "--tokens", "6")
     assert json.loads(lines[-1])["texts"] == ["a\0\ufffdb"]
@@ -485,9 +458,8 @@ def test_sample_command_prints_each_text_and_new_tokens_per_second(folders, capf
     monkeypatch.setattr(sample, "generate", lambda *_: rows)
     words = "--prompt", "\x05", "\x06\x07", "\x08", "--tokens", "4"
     code, lines, _ = _sample(capfd, str(folders["llama3"]), *words)
-    assert (code, json.loads(lines[-1])) == (
-        0, {"texts": ["ABCD", "", "E"], "tokens": rows, "tokens_per_second": 10.0}
-    )  # fmt: skip
+    result = {"texts": ["ABCD", "", "E"], "tokens": rows, "tokens_per_second": 10.0}
+    assert (code, json.loads(lines[-1])) == (0, result)
     assert lines[:-1] == ["--- '\\x05'", "ABCD", "--- '\\x06\\x07'", "", "--- '\\x08'", "E"]
 
 
@@ -515,26 +487,9 @@ def test_the_command_starts_its_own_ranks_on_the_device_that_it_is_given(
     assert err == "warpweave: sample starts its own ranks; run it without torchrun"
 
 
-def test_the_ends_of_texts_are_those_of_transformers(tmp_path):
-    from transformers import GenerationConfig
-
-    (tmp_path / "config.json").write_text('{"eos_token_id": [7, 8], "model_type": "llama"}')
-    there = {"config_file_name": "config.json", "_from_model_config": True}
-    assert read_stop_tokens(tmp_path) == (7, 8)
-    assert GenerationConfig.from_pretrained(tmp_path, **there).eos_token_id == [7, 8]
-    for said, ends in (("{}", ()), ('{"eos_token_id": 0}', (0,))):
-        (tmp_path / "generation_config.json").write_text(said)
-        assert read_stop_tokens(tmp_path) == ends
-        assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == (
-            ends[0] if ends else None
-        )
-
-
 def test_the_command_refuses_a_folder_without_a_model(tmp_path, capfd):
-    code, _, err = _sample(capfd, str(tmp_path), "--prompt", "a")
-    assert (code, err) == (
-        2, f"warpweave: {tmp_path} is not a transformers model: it has no config.json",
-    )  # fmt: skip
+    words = f"warpweave: {tmp_path} is not a transformers model: it has no config.json"
+    assert _sample(capfd, str(tmp_path), "--prompt", "a") == (2, [], words)
 
 
 def test_text_is_bytes_only_for_a_model_of_bytes(folders, tmp_path, capfd):
@@ -543,19 +498,12 @@ def test_text_is_bytes_only_for_a_model_of_bytes(folders, tmp_path, capfd):
         (256, None, True), (257, None, False), (255, None, False),
         (300, "bytes", True), (256, "0123abc", False),
     ):  # fmt: skip
-        config = GPTConfig(vocab, 32, 1, 8, 2)
-        params = [(name, p.detach()) for name, p in GPT(config).named_parameters()]
-        state = {} if name is None else {"data": {"tokenizer": name}}
         out = tmp_path / f"{vocab} {name}"
-        save_checkpoint(
-            out / "checkpoints", 1, params, config=dataclasses.asdict(config), state=state
-        )
+        _save(out, vocab, **{} if name is None else {"data": {"tokenizer": name}})
         given = SampleConfig(out, ("ab",))
         if good:
             assert given.prompts() == [[97, 98]]
         else:
-            with pytest.raises(ValueError, match=r"^found no tokenizer for .*; pass --tokenizer"):
-                given.prompts()
+            check(given.prompts, "^found no tokenizer for .*; pass --tokenizer")
         assert dataclasses.replace(given, tokenizer=Path("bytes")).prompts() == [[97, 98]]
-    with pytest.raises(ValueError, match="found no tokenizer"):
-        SampleConfig(folders["llama3"], ("a",)).check()
+    check(SampleConfig(folders["llama3"], ("a",)).check, "found no tokenizer")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from close import assert_all_close, assert_close_f64, assert_same_bits, relative_error
 from ranks import run_ranks
+from refused import check
 from threads import run_threads
 from torch import Tensor, nn
 from torch._inductor import config as inductor
@@ -30,7 +31,7 @@ from warpweave.model.plain import plain_gpt_logits, plain_gpt_loss, plain_init, 
 from warpweave.parallel.context import Links
 from warpweave.parallel.context.explain import explain
 from warpweave.parallel.context.explain import table as cost_table
-from warpweave.parallel.mesh import ConnectedMesh, Mesh
+from warpweave.parallel.mesh import Mesh
 from warpweave.parallel.shard import ParamRecord
 from warpweave.prove.expected import plain_config as _plain
 
@@ -67,11 +68,6 @@ EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 DROPPED = {name: dataclasses.replace(c, dropout=0.2) for name, c in CONFIGS.items()}
 
 
-def _place(sizes: Mesh, rank: int) -> ConnectedMesh:
-    """Make an unconnected rank of a mesh: enough to construct its part."""
-    return sizes.seen_from(rank)
-
-
 def _tokens(B: int = 4, S: int = 12, valid: bool = False) -> tuple[Tensor, Tensor]:
     tokens, labels = torch.randint(0, 37, (2, B, S), generator=torch.Generator().manual_seed(5))
     if not valid:
@@ -95,11 +91,12 @@ def _scattered(config: GPTConfig, **options) -> tuple[GPT, dict[str, Tensor]]:
     return gpt, params
 
 
-def _truth(config: GPTConfig, params: dict[str, Tensor], *batch: Tensor) -> tuple:
-    """Return the plain model's mean loss and its gradients by name."""
+def _truth(config: GPTConfig, params: dict[str, Tensor], gpt: GPT, *batch: Tensor) -> list[Tensor]:
+    """Return the plain model's mean loss and its gradients, in the order of those of `gpt`."""
     total, count = plain_gpt_loss(params, *batch, _plain(config))
     loss = total / max(count, 1)
-    return loss.detach(), dict(zip(params, torch.autograd.grad(loss, list(params.values()))))
+    whole = [params[name] for name, _ in gpt.named_parameters()]
+    return [loss.detach(), *torch.autograd.grad(loss, whole)]
 
 
 def _results(gpt: nn.Module, *batch: Tensor, run=None) -> list[Tensor]:
@@ -114,11 +111,12 @@ def _results(gpt: nn.Module, *batch: Tensor, run=None) -> list[Tensor]:
 
 
 def test_unknown_recomputation_and_layout_are_refused():
-    words = r"^recompute must be one of none, selective, full, got 'all'$"
-    with pytest.raises(ValueError, match=words):
-        GPT(CONFIGS["gpt2"], plan=ParallelPlan(recompute="all"))
-    with pytest.raises(ValueError, match=r"^layout must be one of .*, got 'spiral'$"):
-        GPT(CONFIGS["gpt2"], plan=ParallelPlan(layout="spiral"))
+    for given, words in (
+        ({"recompute": "all"}, "^recompute must be one of none, selective, full, got 'all'$"),
+        ({"layout": "spiral"}, "^layout must be one of .*, got 'spiral'$"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            GPT(CONFIGS["gpt2"], plan=ParallelPlan(**given))
 
 
 def test_the_plans_words_arrive_in_every_block():
@@ -176,16 +174,15 @@ def test_the_costs_of_attention_are_told_of_each_kind_of_layer():
 
 
 @pytest.mark.parametrize(
-    ("length", "tp", "rows", "heads"), [(6, 1, 3, 6), (6, 3, 3, 2), (4096, 2, 2048, 3),
-                                        (9000, 1, 2048, 6)]
-)  # fmt: skip
+    ("length", "tp", "rows", "heads"),
+    [(6, 1, 3, 6), (6, 3, 3, 2), (4096, 2, 2048, 3), (9000, 1, 2048, 6)],
+)
 def test_links_are_measured_with_a_message_of_a_ranks_own_rows_and_heads(length, tp, rows, heads):
     """The message has at most 2048 rows."""
-    mesh = mock.Mock(device_mesh=mock.Mock(device_type="cpu"), group=lambda axis: axis)
-    mesh.size = lambda axis: {"tp": tp}[axis]
-    plan = mock.Mock(cp_strategy="measured")
-    part = mock.Mock(mesh=mesh, plan=plan, config=CONFIGS["qwen"])
-    part.layout.local_len = length // 2
+    part = mock.Mock(config=CONFIGS["qwen"], **{
+        "mesh.device_mesh.device_type": "cpu", "mesh.group": str, "mesh.size": {"tp": tp}.get,
+        "plan.cp_strategy": "measured", "layout.local_len": length // 2,
+    })  # fmt: skip
     with mock.patch("warpweave.model.gpt.measure_links") as measured:
         GPT._strategy(part, torch.bfloat16)
     (group, x), _ = measured.call_args
@@ -194,9 +191,8 @@ def test_links_are_measured_with_a_message_of_a_ranks_own_rows_and_heads(length,
 
 def test_a_plan_may_let_ranks_choose_by_their_measured_speeds():
     run_ranks(2, _measured)
-    with mock.patch(
-        "warpweave.model.gpt.measure_links", side_effect=InterruptedError
-    ):  # a single rank: none
+    unasked = mock.patch("warpweave.model.gpt.measure_links", side_effect=InterruptedError)
+    with unasked:  # a single rank has no links
         alone = GPT(CONFIGS["gpt2"], plan=ParallelPlan(cp_strategy="measured"), device="meta")
     assert alone.strategy == "auto"
 
@@ -204,15 +200,11 @@ def test_a_plan_may_let_ranks_choose_by_their_measured_speeds():
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("gpt2", 124_439_808),
-        ("gpt2-medium", 354_823_168),
-        ("gpt2-large", 774_030_080),
-        ("gpt2-xl", 1_557_611_200),
-        ("llama-1b", 1_235_814_400),
-        ("llama-8b", 8_030_261_248),
+        ("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200), ("llama-1b", 1_235_814_400), ("llama-8b", 8_030_261_248),
         ("llama-70b", 70_553_706_496),
     ],
-)
+)  # fmt: skip
 def test_presets_have_the_published_number_of_parameters(name, count):
     records = GPT(PRESETS[name], device="meta").parameter_records()
     assert sum(math.prod(record.shape) for record in records.values()) == count
@@ -257,7 +249,7 @@ def test_parameters_without_data_are_not_drawn():
 def test_every_part_of_every_mesh_starts_as_its_slice_of_the_plain_model(config, sizes):
     params, held = plain_init(_plain(config), 11), set()
     for rank in range(sizes.world):
-        mesh = _place(sizes, rank)
+        mesh = sizes.seen_from(rank)
         gpt = GPT(config, mesh=mesh, seed=11)
         records = gpt.parameter_records()
         for name, p in gpt.named_parameters():
@@ -269,9 +261,8 @@ def test_every_part_of_every_mesh_starts_as_its_slice_of_the_plain_model(config,
 @pytest.mark.parametrize(("layers", "stages"), [(3, 2), (7, 4), (5, 5), (10, 3), (4, 1)])
 def test_uneven_stages_hold_every_layer_once_and_in_order(layers, stages):
     config = GPTConfig(8, 4, layers, 4, 1)
-    parts = [
-        GPT(config, mesh=_place(Mesh(pp=stages), rank), device="meta") for rank in range(stages)
-    ]
+    meshes = [Mesh(pp=stages).seen_from(rank) for rank in range(stages)]
+    parts = [GPT(config, mesh=mesh, device="meta") for mesh in meshes]
     blocks = [int(i) for part in parts for i in part.blocks]
     assert blocks == list(range(layers))
     sizes = [len(part.blocks) for part in parts]
@@ -295,23 +286,16 @@ def test_logits_loss_and_gradients_are_the_plain_models(config, length):
     gpt, params = _scattered(config)
     tokens, labels = _tokens(S=length)
     assert_close_f64(gpt(tokens), plain_gpt_logits(params, tokens, _plain(config)), RTOL)
-    loss, grads = _truth(config, params, tokens, labels)
-    mine, *own = _results(gpt, tokens, labels)
-    assert mine.shape == ()
-    assert_all_close([mine, *own], [loss, *(grads[name] for name, _ in gpt.named_parameters())])
+    results = _results(gpt, tokens, labels)
+    assert results[0].shape == ()
+    assert_all_close(results, _truth(config, params, gpt, tokens, labels))
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"activation": "gelu_erf"},
-        {"windows": (0, 5, 3)},
-        {"norm": "rms1p"},
-        {"attention_scale": 0.3},
-        {"softcap": 1.0},
-        {"sinks": True},
-        {"logit_softcap": 0.5},
-        {"embedding_scale": 1.5},
+        {"activation": "gelu_erf"}, {"windows": (0, 5, 3)}, {"norm": "rms1p"}, {"softcap": 1.0},
+        {"attention_scale": 0.3}, {"sinks": True}, {"logit_softcap": 0.5}, {"embedding_scale": 1.5},
         {"rope_scaling": RopeScaling("linear", 4.0)},
         {"rope_scaling": RopeScaling("ntk", 4.0)},
         {"rope_scaling": RopeScaling("llama3", 4.0, 16, low=0.5, high=2.0)},
@@ -319,7 +303,7 @@ def test_logits_loss_and_gradients_are_the_plain_models(config, length):
         {"rope_scaling": RopeScaling("yarn", 4.0, 8, attention_factor=0.7)},
     ],
     ids=lambda change: str(*change.values()),
-)
+)  # fmt: skip
 def test_every_style_that_a_model_may_have_is_the_plain_models_and_counts(change):
     base = dataclasses.replace(CONFIGS["between"], head_size=6)
     config = dataclasses.replace(base, **change)
@@ -356,25 +340,20 @@ def test_a_config_comes_back_from_json_and_old_ones_have_the_defaults():
 def test_training_drops_what_the_plain_model_drops_and_eval_nothing(config):
     gpt, params = _scattered(config)
     batch = _tokens()
-    loss, grads = _truth(config, params, *batch)
-    assert_all_close(
-        _results(gpt, *batch), [loss, *(grads[name] for name, _ in gpt.named_parameters())]
-    )
+    truth = _truth(config, params, gpt, *batch)
+    assert_all_close(_results(gpt, *batch), truth)
     gpt.eval()
-    still, _ = _truth(dataclasses.replace(config, dropout=0.0), params, *batch)
+    still, *_ = _truth(dataclasses.replace(config, dropout=0.0), params, gpt, *batch)
     assert_close_f64(gpt(*batch), still, RTOL)
-    assert relative_error(loss, still) > 1e-5
+    assert relative_error(truth[0], still) > 1e-5
     gpt.train()
-    assert_close_f64(gpt(*batch, seed=0), loss, RTOL)
+    assert_close_f64(gpt(*batch, seed=0), truth[0], RTOL)
 
 
 def test_dropout_needs_a_seed_and_follows_it_and_the_samples():
     gpt, _ = _scattered(DROPPED["gpt2"])
     batch = _tokens()
-    with pytest.raises(
-        ValueError, match=r"^dropout = 0.2 needs a seed; pass a different one in every step"
-    ):
-        gpt(*batch)
+    check(lambda: gpt(*batch), "^dropout = 0.2 needs a seed; pass a different one in every step")
     ids = torch.arange(len(batch[0])) + 100
     losses = [gpt(*batch, seed=0), gpt(*batch, seed=1), gpt(*batch, seed=0, sample_ids=ids)]
     assert len({loss.item() for loss in losses}) == 3
@@ -391,10 +370,8 @@ def test_micro_batches_with_sample_ids_and_a_seed_add_up_to_the_plain_batch():
     total, count = plain_gpt_loss(params, tokens, labels, _plain(config), seed=6, sample_ids=ids)
     loss = torch.zeros((), **F64)
     for i in range(4):
-        one = slice(i, i + 1)
-        batch = gpt.micro_batch(
-            tokens[one], labels[one], torch.tensor(count), sample_ids=ids[one], seed=6
-        )
+        given = tokens[i : i + 1], labels[i : i + 1], torch.tensor(count)
+        batch = gpt.micro_batch(*given, sample_ids=ids[i : i + 1], seed=6)
         x = gpt.embed(None, batch)
         for block in gpt.blocks.values():
             x = block(x, batch.context)
@@ -464,12 +441,8 @@ def test_packed_documents_are_each_computed_as_if_alone(config):
             here = labels[row : row + 1, a:b]
             if (count := int((here != -100).sum())) > 0:
                 sums = sums + gpt(tokens[row : row + 1, a:b], here) * count / valid
-    params = list(gpt.parameters())
     assert_close_f64(loss, sums, RTOL)
-    for got, expected in zip(
-        torch.autograd.grad(loss, params), torch.autograd.grad(sums, params), strict=True
-    ):
-        assert_close_f64(got, expected, RTOL)
+    assert_all_close(*(torch.autograd.grad(x, [*gpt.parameters()]) for x in (loss, sums)))
     apart = torch.stack((bounds, bounds), 1)  # keys: their positions count from those of queries
     for wrong, shape in ((bounds[:3], r"\(3, 5\)"), (apart, r"\(4, 2, 5\)")):
         with pytest.raises(ValueError, match=rf"or \[4, n \+ 1\] for n documents, got {shape}"):
@@ -487,43 +460,31 @@ def test_a_batch_without_labels_has_loss_zero():
 
 
 def test_inputs_that_do_not_fit_are_refused():
-    gpt = GPT(CONFIGS["gpt2"])
-    with pytest.raises(
-        ValueError, match=r"^a sequence has 13 tokens, but the model's limit is 12$"
-    ):
-        gpt(torch.zeros(1, 13, dtype=torch.int64))
-    with pytest.raises(RuntimeError, match=r"an id is outside \[0, 37\)"):
-        gpt(torch.full((1, 3), 37))
-    ids = torch.zeros(2, 3, dtype=torch.int64)
+    gpt, ids = GPT(CONFIGS["gpt2"]), torch.zeros(2, 3, dtype=torch.int64)
+    check(lambda: gpt(torch.full((1, 3), 37)), r"an id is outside \[0, 37\)", RuntimeError)
+    zeros, floats = ids.new_zeros, torch.tensor([0.0, 3.0])
     for given, words in (
+        ({"tokens": zeros(1, 13)}, "^a sequence has 13 tokens, but the model's limit is 12$"),
         ({"tokens": ids.float()}, "tokens must be .* integers, got torch.float32"),
         ({"tokens": [[1, 2]]}, "tokens must be a tensor of integers, got list"),
         ({"tokens": ids[0]}, r"tokens must have shape \[batch, sequence\], got \[3\]"),
         ({"labels": ids.double()}, "labels must be .* integers, got torch.float64"),
-        (
-            {"labels": ids.new_zeros(2, 4)},
-            r"labels must have the tokens' shape \[2, 3\], got \[2, 4\]",
-        ),
+        ({"labels": zeros(2, 4)}, r"labels must have the tokens' shape \[2, 3\], got \[2, 4\]"),
         ({"labels": ids.view(6)}, r"labels must have the tokens' shape \[2, 3\], got \[6\]"),
         ({"sample_ids": ids[:, 0].half()}, "sample_ids must be .* integers, got torch.float16"),
         (
-            {"sample_ids": ids[:1, 0]},
+            {"sample_ids": zeros(1)},
             r"sample_ids must have shape \[2\], one per sequence, got \[1\]",
         ),
-        ({"documents": torch.tensor([0.0, 3.0])}, "documents must be int32 or int64"),
+        ({"documents": floats}, "documents must be int32 or int64"),
     ):
-        with pytest.raises(ValueError, match=words):
-            gpt(**{"tokens": ids} | given)
-    part = GPT(CONFIGS["gpt2"], mesh=_place(Mesh(pp=2), 0))
-    with pytest.raises(ValueError, match=r"^forward needs the whole model"):
-        part(torch.zeros(1, 3, dtype=torch.int64))
-    cut = GPT(CONFIGS["gpt2"], mesh=_place(Mesh(tp=2), 1), plan=ParallelPlan())
-    assert GPT(CONFIGS["gpt2"], mesh=_place(Mesh(tp=2), 1)).own_rows(8) == slice(0, 8)
-    assert cut.own_rows(8) == slice(4, 8)
-    with pytest.raises(
-        ValueError, match=r"7 tokens of a micro-batch are not divisible by tp \(2\)"
-    ):
-        cut.own_rows(7)
+        check(lambda given=given: gpt(**{"tokens": ids} | given), words)
+    part = GPT(CONFIGS["gpt2"], mesh=Mesh(pp=2).seen_from(0))
+    check(lambda: part(ids), "^forward needs the whole model")
+    cut, plain = (GPT(CONFIGS["gpt2"], mesh=Mesh(tp=2).seen_from(1), **more)
+                  for more in ({"plan": ParallelPlan()}, {}))  # fmt: skip
+    assert (plain.own_rows(8), cut.own_rows(8)) == (slice(0, 8), slice(4, 8))
+    check(lambda: cut.own_rows(7), r"7 tokens of a micro-batch are not divisible by tp \(2\)")
 
 
 # ------------------------------------------------------------------- an ordinary module
@@ -543,9 +504,8 @@ def test_recomputing_or_checkpointing_changes_no_bit(config):
 def test_it_compiles_without_a_graph_break():
     gpt, _ = _scattered(dataclasses.replace(DROPPED["gpt2"], layers=1))
     compiled = torch.compile(gpt, fullgraph=True, backend="aot_eager")
-    assert_all_close(
-        _results(gpt, *_tokens(), run=lambda *b: compiled(*b, seed=0)), _results(gpt, *_tokens())
-    )
+    found = _results(gpt, *_tokens(), run=lambda *b: compiled(*b, seed=0))
+    assert_all_close(found, _results(gpt, *_tokens()))
 
 
 def test_inductor_gives_the_same_numbers():
@@ -553,19 +513,14 @@ def test_inductor_gives_the_same_numbers():
     is no compiler, in this test as well."""
     # No worker outlives the test; no search for the widest vectors of this CPU by compiling.
     # Unoptimized C++ compiles faster.
-    options = {
-        "compile_threads": 1, "cpp.vec_isa_ok": False, "aot_inductor.debug_compile": True,
-    }  # fmt: skip
+    options = {"compile_threads": 1, "cpp.vec_isa_ok": False, "aot_inductor.debug_compile": True}
     config = dataclasses.replace(CONFIGS["llama"], layers=1)
     gpt, params = _scattered(config, dtype=torch.float32)
     batch = _tokens(S=7)
     with fresh_cache(), inductor.patch(options):  # compiled here, not cached
         compiled = _results(gpt, *batch, run=torch.compile(gpt, fullgraph=True))
-    loss, grads = _truth(config, params, *batch)
-    truth = [loss, *(grads[name] for name, _ in gpt.named_parameters())]
     for results in (compiled, _results(gpt, *batch)):
-        for a, b in zip(results, truth, strict=True):
-            assert_close_f64(a, b, 1e-5)
+        assert_all_close(results, _truth(config, params, gpt, *batch), 1e-5)
 
 
 def test_copies_and_loaded_states_compute_the_same():
@@ -645,12 +600,11 @@ def test_autocast_leaves_a_float64_model_alone(config):
 def test_each_parameter_is_in_one_unit_however_many_digits_its_block_has(sizes, tied):
     config = dataclasses.replace(CONFIGS["gpt2"], layers=24, tied=tied)
     for rank in range(sizes.world):
-        gpt = GPT(config, mesh=_place(sizes, rank))
-        shapes = {name: p.shape for name, p in gpt.named_parameters()}
-        chains = gpt.segments()
-        units = {id(u): u for c in chains.values() for segment in c for u in segment.units}
+        gpt = GPT(config, mesh=sizes.seen_from(rank))
+        chains = gpt.segments().values()
+        units = {id(u): u for chain in chains for segment in chain for u in segment.units}
         found = [record.name for unit in units.values() for record, _ in unit.params]
-        assert sorted(found) == sorted(shapes)
+        assert sorted(found) == sorted(name for name, _ in gpt.named_parameters())
 
 
 # ------------------------------------------------------------------- several ranks
@@ -661,19 +615,19 @@ def _check_mesh(sizes: Mesh, config: GPTConfig, sp: bool) -> None:
     mesh = sizes.connect()
     gpt, params = _scattered(config, mesh=mesh, sequence_parallel=sp)
     tokens, labels = _tokens(B=3)  # a tensor rank's rows end within a sample
-    loss, grads = _truth(config, params, tokens, labels)
+    loss, *grads = _truth(config, params, gpt, tokens, labels)
     logits = plain_gpt_logits(params, tokens, _plain(config))
     share, *_ = _results(gpt, tokens, labels)
     if mesh.group("cp") is not None:
         dist.all_reduce(share, group=mesh.group("cp"))
     assert_close_f64(share, loss, RTOL)
     records, index = gpt.parameter_records(), mesh.index("tp")
-    for name, p in gpt.named_parameters():
+    for (name, p), grad in zip(gpt.named_parameters(), grads, strict=True):
         if mesh.group("cp") is not None:
             dist.all_reduce(p.grad, group=mesh.group("cp"))
         if records[name].partial:
             dist.all_reduce(p.grad, group=mesh.group("tp"))
-        assert_close_f64(p.grad, records[name].slice(grads[name], mesh.coords), RTOL)
+        assert_close_f64(p.grad, records[name].slice(grad, mesh.coords), RTOL)
     mine = gpt.layout.shard(logits, mesh.index("cp"), 1)
     columns = gpt(tokens, seed=0)
     start = index * columns.shape[-1]
@@ -706,10 +660,8 @@ def _train(gpt: nn.Module, tokens: Tensor, labels: Tensor) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     parameters = [p.detach() for p in gpt.parameters()]
-    return [
-        torch.stack(losses),
-        *(p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters),
-    ]
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters]
+    return [torch.stack(losses), *whole]
 
 
 def _train_on_data_ranks(rank: int) -> None:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from refused import check
 from support.gpus import pretend_gpus
 
 from warpweave.launch import devices as gpus
@@ -43,8 +44,7 @@ def test_ranks_compute_on_gpus_or_are_refused_and_on_the_cpu_if_asked(
     if found in ("nccl", "gloo"):
         assert choose_backend(ranks, **options) == found
     else:
-        with pytest.raises(ValueError, match=re.escape(found)):
-            choose_backend(ranks, **options)
+        check(lambda: choose_backend(ranks, **options), re.escape(found))
 
 
 def test_torch_that_sees_no_gpu_on_a_gpu_machine_is_an_error(monkeypatch, tmp_path):
@@ -52,22 +52,19 @@ def test_torch_that_sees_no_gpu_on_a_gpu_machine_is_an_error(monkeypatch, tmp_pa
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpus, "DRIVER", tmp_path)
     line = f"NVIDIA's driver, but torch {torch.__version__} sees no GPU; install a torch build for"
-    with pytest.raises(ValueError, match=re.escape(f"{line} its CUDA version, {AGAIN}")):
-        choose_backend(1)
+    check(lambda: choose_backend(1), re.escape(f"{line} its CUDA version, {AGAIN}"))
     assert choose_backend(1, "gloo") == "gloo"
     for hidden in ("", "-1"):  # by the user
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert choose_backend(1) == "gloo"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(ValueError, match=re.escape(line)):
-        choose_backend(1)
+    check(lambda: choose_backend(1), re.escape(line))
 
 
 def test_a_torch_without_nccl_is_named_where_ranks_are_several(monkeypatch):
     pretend_gpus(monkeypatch, 2, nccl=False)
     assert choose_backend(1) == "nccl"  # for a single rank
-    with pytest.raises(ValueError, match=rf"has no NCCL, which 2 ranks on GPUs need; .*{AGAIN}"):
-        choose_backend(2)
+    check(lambda: choose_backend(2), f"has no NCCL, which 2 ranks on GPUs need; .*{AGAIN}")
 
 
 def _rank(monkeypatch, local: int, here: int, world: int | None = None) -> None:
@@ -85,10 +82,8 @@ def test_a_rank_takes_the_only_gpu_that_it_is_shown_or_that_of_its_number(
     chosen = pretend_gpus(monkeypatch, count)
     _rank(monkeypatch, 2, 3)
     backend, device, own = take_device(None, launched=False)
-    assert (backend, device, own) == (
-        "nccl", torch.device("cuda", index), {"name": "H", "uuid": str(index)},
-    )  # fmt: skip
-    assert chosen == [device]
+    assert (backend, own) == ("nccl", {"name": "H", "uuid": str(index)})
+    assert chosen == [device] == [torch.device("cuda", index)]
 
 
 @pytest.mark.parametrize(
@@ -161,25 +156,17 @@ ALIKE = "all ranks must compute on the same kind of device, but"
         (_gpus("H", "H", "H"), None),
         ([{"name": "cpu"}] * 3, None),
         (_gpus(SLICE), None),  # alone it is a GPU like any other
-        (
-            _gpus(SLICE, SLICE),
-            f"rank 0 (dp=0) has {SLICE}, a MIG slice, which NCCL does not support",
-        ),
+        (_gpus(SLICE, SLICE),
+         f"rank 0 (dp=0) has {SLICE}, a MIG slice, which NCCL does not support"),
         (_gpus("H", "H", "A"), f"{ALIKE} rank 0 (dp=0) has H, rank 2 (dp=2) has A"),
-        (
-            _gpus("H", "A", "B", "A", "H"),
-            f"{ALIKE} rank 0 (dp=0) has H, rank 1 (dp=1) has A, rank 2 (dp=2) has B",
-        ),
+        (_gpus("H", "A", "B", "A", "H"),
+         f"{ALIKE} rank 0 (dp=0) has H, rank 1 (dp=1) has A, rank 2 (dp=2) has B"),
         ([*_gpus("H"), {"name": "cpu"}], f"{ALIKE} rank 0 (dp=0) has H, rank 1 (dp=1) has cpu"),
-        (
-            [*_gpus("H", "H"), {"name": "H", "uuid": "u1"}],
-            f"ranks 1, 2 share one GPU (u1), but need one each; start one rank per GPU, {AGAIN}",
-        ),
-        (
-            [*_gpus("H", "H"), *_gpus("H"), *_gpus("H", "H")],
-            f"ranks 0, 2, 3 share one GPU (u0), but need one each; start one rank per GPU, {AGAIN}",
-        ),
+        ([*_gpus("H", "H"), {"name": "H", "uuid": "u1"}],
+         f"ranks 1, 2 share one GPU (u1), but need one each; start one rank per GPU, {AGAIN}"),
+        ([*_gpus("H", "H"), *_gpus("H"), *_gpus("H", "H")],
+         f"ranks 0, 2, 3 share one GPU (u0), but need one each; start one rank per GPU, {AGAIN}"),
     ],
-)
+)  # fmt: skip
 def test_why_ranks_cannot_compute_together_is_said_in_one_line(devices, line):
     assert refusal(devices, Mesh(dp=len(devices))) == line

@@ -125,10 +125,8 @@ def test_ranks_are_chosen_by_all_that_decides_whether_products_can_be_fused() ->
     over = RANKS | {"overlap": "fused"}
     asked = over | {"x": x, "impl": "torch"}
     with mock.patch.object(tensor.mlp, "mlp"):
-        found = told(
-            tensor.mlp, "tensor_ranks", lambda: tensor.parallel_mlp(**UNITS, **over), LOCAL
-        )
-    check(found, asked)
+        call = functools.partial(tensor.parallel_mlp, **UNITS, **over)
+        check(told(tensor.mlp, "tensor_ranks", call, LOCAL), asked)
     call = functools.partial(tensor.parallel_qkv_rope, shape=(4, 3), **ROTATION, **asked)
     with (
         mock.patch.object(tensor.qkv, "group_size", return_value=2),
@@ -194,9 +192,8 @@ def test_projections_of_attention() -> None:
         )  # fmt: skip
     # the norms come first
     expected = {"x": x, "cos": None, "sin": None, "shape": (2, 6), "impl": "torch"}
-    weights = {
-        name: getattr(layer.qkv, name).unflatten(0, (-1, 4, 6)) for name in ("weight", "bias")
-    }
+    qkv = {"weight": layer.qkv.weight, "bias": layer.qkv.bias}
+    weights = {name: p.unflatten(0, (-1, 4, 6)) for name, p in qkv.items()}
     check(found, expected | weights | RANKS)
 
 
@@ -256,11 +253,8 @@ def test_what_a_layer_says_it_costs_is_what_its_call_weighs(ulysses: int) -> Non
 
     def noted(*args, **sizes):
         asked.append((args, sizes))
-        return (
-            StrategyCost(
-                "hybrid" if ulysses > 1 else "gather", 0, 0, 0, 0, 0.0, "least exposed time"
-            ),
-        )
+        name = "hybrid" if ulysses > 1 else "gather"
+        return (StrategyCost(name, 0, 0, 0, 0, 0.0, "least exposed time"),)
 
     def on_rank(mesh: ConnectedMesh) -> None:
         layer = attention.Attention(
@@ -270,10 +264,8 @@ def test_what_a_layer_says_it_costs_is_what_its_call_weighs(ulysses: int) -> Non
         layer.context_costs(layout, 3)
         layer(torch.randn(18, 8, dtype=torch.float64), TokenContext(3, layout))
 
-    with (
-        mock.patch.object(attention, "explain", noted),
-        mock.patch.object(context, "explain", noted),
-    ):
+    heard = mock.patch.object(attention, "explain", noted)
+    with heard, mock.patch.object(context, "explain", noted):
         on_mesh(Mesh(cp=2, tp=2, ulysses=ulysses), on_rank)
     assert len(asked) == 8
     first = asked[0]

@@ -16,6 +16,10 @@ from hf_models import assert_all_close, batch, perturbed, reported  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+import warpweave.hf as ww  # noqa: E402
+from warpweave.layers.sharding.dtensor import whole  # noqa: E402
+from warpweave.parallel.mesh import Mesh  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 SP = {"sequence_parallel": True}
@@ -24,27 +28,18 @@ TARGETS = {
     "gpt2": ["c_attn", "c_fc", "c_proj"],
 }
 LIVES = [
-    ("llama", {"tp": 2}, {}, True),
-    ("llama", {"tp": 2}, {}, False),
-    ("llama", {"tp": 2}, SP, True),
-    ("llama", {"tp": 2}, SP, False),
-    ("llama", {"cp": 2}, {}, True),
-    ("llama", {"cp": 2}, {}, False),
-    ("gpt2", {"tp": 2}, {}, True),
-    ("gpt2", {"tp": 2}, {"overlap": "chunked", **SP}, False),
-]
+    *(("llama", *how, before) for how in (({"tp": 2}, {}), ({"tp": 2}, SP), ({"cp": 2}, {}))
+      for before in (True, False)),
+    ("gpt2", {"tp": 2}, {}, True), ("gpt2", {"tp": 2}, {"overlap": "chunked", **SP}, False),
+]  # fmt: skip
 
 
 @functools.cache  # gloo's threads of every group wake up a hundred times per second
 def connected(**sizes: int):
-    from warpweave.parallel.mesh import Mesh
-
     return Mesh(**sizes).connect()
 
 
 def applied(model: nn.Module, sizes: dict, options: dict | None = None) -> nn.Module:
-    import warpweave.hf as ww
-
     ww.apply(model, mesh=connected(**sizes), report=ww.Report(), **(options or {}))
     return model
 
@@ -59,8 +54,6 @@ def adapted(model: nn.Module, targets: list[str], **more) -> nn.Module:
 
 def computed(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return logits of a training forward, and gradients of their squares: all in float64."""
-    from warpweave.layers.sharding.dtensor import whole
-
     model.zero_grad()
     logits = model.train()(input_ids=batch()["input_ids"], use_cache=False).logits
     logits.square().mean().backward()
@@ -188,8 +181,7 @@ def hooked(model: nn.Module, where: str, *, owned: bool, features: int = 32) -> 
     module = layer_of(model).get_submodule(where)
     if owned:
         model.scaled = scaled
-    before = where == "mlp"
-    if before:
+    if where == "mlp":
         module.register_forward_pre_hook(lambda _, args: (args[0] * scaled.scale, *args[1:]))
     else:
         module.register_forward_hook(lambda _, args, y: y * scaled.scale)
@@ -198,10 +190,8 @@ def hooked(model: nn.Module, where: str, *, owned: bool, features: int = 32) -> 
 def between(model: nn.Module) -> None:
     """A parameter of the model itself, between two layers."""
     model.gain = nn.Parameter(torch.linspace(0.5, 1.5, 32, dtype=torch.float64))
-    model_gain = model
-    layer_of(model).register_forward_pre_hook(
-        lambda _, args: (args[0] * model_gain.gain, *args[1:]), prepend=True
-    )
+    hook = lambda _, args: (args[0] * model.gain, *args[1:])  # noqa: E731
+    layer_of(model).register_forward_pre_hook(hook, prepend=True)
 
 
 def own_parameter(model: nn.Module) -> None:
@@ -254,26 +244,19 @@ CHANGED = {
         m, peft.AdaLoraConfig(target_modules=["q_proj"], total_step=9, init_r=3)
     ),
     "norms": tuned_norms,
-    "a norm saved, too": lambda m: adapted(
-        m, ["embed_tokens"], modules_to_save=["input_layernorm"]
-    ),
-}
+    "a norm saved, too":
+    lambda m: adapted(m, ["embed_tokens"], modules_to_save=["input_layernorm"]),
+}  # fmt: skip
 # The outcome, if changed before or after `apply`: the numbers of one device, or an error.
 EQUAL = ""
 PART, LINEAR = "its gradient would miss some tokens", "quantized, wrapped or hooked"
 GAIN = "model.layers.1.gain is used outside its own module's forward"
 HEADS = "would see one rank's heads or hidden units"
 TOKENS, FORWARD = "would see one rank's tokens", "would compute with only one rank's tokens"
-NEW, MIXED, MADE = (
-    "a new parameter in a Llama",
-    "got mixed torch.Tensor",
-    "is computed (for example, by pruning) from a parameter",
-)
-DORA, DROPOUT, OTHER = (
-    "is a DoraLinearVariant",
-    "dropout 0.1 is not supported",
-    "does not compute B A x",
-)
+NEW, MIXED = "a new parameter in a Llama", "got mixed torch.Tensor"
+MADE = "is computed (for example, by pruning) from a parameter"
+DORA, DROPOUT = "is a DoraLinearVariant", "dropout 0.1 is not supported"
+OTHER = "does not compute B A x"
 NEVER = None  # rejected by torch or peft, when the change is made
 OUTCOMES = {
     ("cp", False): {

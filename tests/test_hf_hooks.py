@@ -14,13 +14,14 @@ transformers = pytest.importorskip("transformers", reason="an extra of its own")
 from hf_models import assert_all_close, batch, perturbed  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
+import warpweave.hf as ww  # noqa: E402
+from warpweave.layers.sharding.dtensor import whole  # noqa: E402
+from warpweave.parallel.mesh import Mesh  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
-LAYOUTS = {
-    "cp": ({"cp": 2}, {}),
-    "sp": ({"tp": 2}, {"sequence_parallel": True}),
-    "tp": ({"tp": 2}, {}),
-}
+SP = {"sequence_parallel": True}
+LAYOUTS = {"cp": ({"cp": 2}, {}), "sp": ({"tp": 2}, SP), "tp": ({"tp": 2}, {})}
 
 
 # ---------------------------------------------------------------- 1. changes
@@ -144,8 +145,6 @@ CASES = {
 def computed(model: nn.Module, options: dict) -> dict | str:
     """Return loss and gradients of a changed model, with those of its
     hidden states; or the error."""
-    from warpweave.layers.sharding.dtensor import whole
-
     model.zero_grad()
     try:
         out = model.train()(**batch(), use_cache=False, **options)
@@ -175,20 +174,12 @@ def cases(fresh) -> dict[str, dict | str]:
     return found
 
 
-def on_one_device() -> dict[str, dict | str]:
-    return cases(lambda: perturbed("gpt2").double())
-
-
 @functools.cache  # gloo's threads of every group wake up a hundred times per second
 def connected(layout: str):
-    from warpweave.parallel.mesh import Mesh
-
     return Mesh(**LAYOUTS[layout][0]).connect()
 
 
 def spread(layout: str, family: str = "gpt2", dtype: torch.dtype = torch.float64) -> nn.Module:
-    import warpweave.hf as ww
-
     _, options = LAYOUTS[layout]
     model = perturbed(family).to(dtype)
     ww.apply(model, mesh=connected(layout), report=ww.Report(), **options)
@@ -211,7 +202,7 @@ def _of_two(rank: int) -> dict:
 
 def test_what_a_user_adds_acts_as_on_one_device_or_is_refused(two):
     """Loss and gradients are compared in float64, except transformers' own loss."""
-    wanted = on_one_device()
+    wanted = cases(lambda: perturbed("gpt2").double())
     for name, (_, _, outcomes) in CASES.items():
         for layout, outcome in zip(LAYOUTS, outcomes, strict=True):
             for rank in two:
@@ -226,7 +217,8 @@ def test_what_a_user_adds_acts_as_on_one_device_or_is_refused(two):
 
 
 def test_each_change_changes_the_loss_or_a_gradient_of_one_device():
-    plain, changed = computed(perturbed("gpt2").double(), {}), on_one_device()
+    plain = computed(perturbed("gpt2").double(), {})
+    changed = cases(lambda: perturbed("gpt2").double())
     for name, (_, options, outcomes) in CASES.items():
         if EQUAL in outcomes and not options:
             found = changed[name]
@@ -247,11 +239,8 @@ def refused(run) -> str:
 
 
 def _copies() -> list:
-    model, llama, experts = (
-        spread("tp"),
-        spread("cp", "llama"),
-        spread("cp", "gpt_oss", torch.float32),
-    )
+    model, llama = spread("tp"), spread("cp", "llama")
+    experts = spread("cp", "gpt_oss", torch.float32)
     model.resize_token_embeddings(61)  # the same number as now
     inputs = batch()
 

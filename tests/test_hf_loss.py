@@ -3,6 +3,7 @@ functions of models, and the reasons why a model keeps its own."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -13,15 +14,12 @@ from torch import nn
 transformers = pytest.importorskip("transformers", reason="an extra of its own")
 
 from hf_models import Lora  # noqa: E402
+from refused import check  # noqa: E402
 from sharded import draw  # noqa: E402
 from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
 
 import warpweave.hf as ww  # noqa: E402
-from warpweave.hf import (  # noqa: E402
-    changes,
-    loss,
-    seen,
-)
+from warpweave.hf import changes, loss, seen  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 E, V = 6, 13
@@ -133,30 +131,21 @@ def test_a_loss_function_takes_its_options_by_place_and_by_name(placed):
     head, x, labels = nn.Linear(E, V, bias=False).double(), draw(0, 2, 5, E), torch.arange(10) % V
     labels = labels.view(2, 5)
     model = SimpleNamespace(get_output_embeddings=lambda: head)
-    shifted = labels.roll(2, 1)
+    compute = functools.partial(loss._loss_function, model, loss.LossForm())
+    shifted, none = labels.roll(2, 1), torch.empty(2, 5, V, device="meta")
     for items, ignored, shift in itertools.product((None, 7, torch.tensor(3)), (-100, 4), (0, 1)):
         values = (items, ignored, shifted if shift else None)
         rest = dict(zip(ORDER[placed:], values[placed:]))
-        found = [
-            loss._loss_function(
-                model, loss.LossForm(), caught, logits, labels, V, *values[:placed], **rest
-            )
-            for caught, logits in (
-                ([x, head.weight], torch.empty(2, 5, V, device="meta")),
-                ([x, head.weight], head(x)),  # the case with some
-                ([], head(x)),
-            )
-        ]
         wanted = ForCausalLMLoss(head(x), labels, V, *values)  # in 32 bits
-        for each in found:
-            torch.testing.assert_close(each.float(), wanted.float(), rtol=1e-6, atol=0)
-    with pytest.raises(
-        ValueError, match=f"head has {V} rows, but the loss has vocab_size = {V + 1}"
-    ):
-        loss._loss_function(
-            model, loss.LossForm(), [x, head.weight], torch.empty(2, 5, V, device="meta"), labels,
-            V + 1,
-        )  # fmt: skip
+        for of in (
+            ([x, head.weight], none),
+            ([x, head.weight], head(x)),  # the case with some
+            ([], head(x)),
+        ):
+            found = compute(*of, labels, V, *values[:placed], **rest)
+            torch.testing.assert_close(found.float(), wanted.float(), rtol=1e-6, atol=0)
+    words = f"head has {V} rows, but the loss has vocab_size = {V + 1}"
+    check(lambda: compute([x, head.weight], none, labels, V + 1), words)
 
 
 # ---------------------------------------------------------------- models

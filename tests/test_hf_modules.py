@@ -233,11 +233,7 @@ LINEAR = {
     "its own forward": (linear(lambda m: setattr(m, "forward", len)), False),
     "integers": (linear(integers), False),
     "no weight": (linear(lambda m: setattr(m, "weight", None)), False),
-    **{
-        kind: (linear(lambda m, kind=kind: getattr(m, f"register_{kind}")(len)), False)
-        for kind in HOOKS
-    },
-}
+} | {k: (linear(lambda m, k=k: getattr(m, f"register_{k}")(len)), False) for k in HOOKS}
 
 
 def test_a_linear_layer_with_anything_more_is_called_not_read():
@@ -299,12 +295,9 @@ class Attention(nn.Module):
         self.o = kind(HEADS * D, E)
         if "norms" in how:
             self.q_norm, self.k_norm = nn.RMSNorm(HEADS * D, 1e-5), nn.RMSNorm(kv * D, 1e-5)
-        if "norm of all" in how:
-            self.q_norm = nn.RMSNorm(3 * HEADS * D, 1e-5)
-        if "norms of heads" in how:
-            self.q_norm = nn.RMSNorm(D, 1e-5)
-        if "norm of half a head" in how:
-            self.q_norm = nn.RMSNorm(D // 2, 1e-5)
+        wide = {"norm of all": 3 * HEADS * D, "norms of heads": D, "norm of half a head": D // 2}
+        for name in wide.keys() & {*how}:
+            self.q_norm = nn.RMSNorm(wide[name], 1e-5)
         if "a norm of x" in how:
             self.norm = nn.RMSNorm(HEADS * D, 1e-5)
         if "sinks" in how:
@@ -318,10 +311,8 @@ class Attention(nn.Module):
         if "qkv" in self.how:
             y = self.qkv(x)
             return (self.q_norm(y) if "norm of all" in self.how else y).chunk(3, -1)
-        q, k, v = (
-            self.q(x),
-            *(self.kv(x).chunk(2, -1) if "kv" in self.how else (self.k(x), self.v(x))),
-        )
+        q = self.q(x)
+        k, v = self.kv(x).chunk(2, -1) if "kv" in self.how else (self.k(x), self.v(x))
         return (self.q_norm(q), self.k_norm(k), v) if "norms" in self.how else (q, k, v)
 
     def forward(self, x, more=None):
@@ -370,15 +361,9 @@ def test_what_makes_the_heads_is_a_column_and_what_reads_them_the_row(name):
 SHARED_BY_NONE = {
     "its own linear layer": (("apart",), {"kind": Other}, "quantized, wrapped or hooked"),
     "two attentions": (("twice",), {}, "must call attention exactly once"),
-    "a layer that is not called": (
-        ("one more layer",),
-        {},
-        "must call attention exactly once",
-    ),
+    "a layer that is not called": (("one more layer",), {}, "must call attention exactly once"),
     "a norm in front": (
-        ("a norm of x",),
-        {},
-        "as wide as a linear layer's output must directly follow",
+        ("a norm of x",), {}, "as wide as a linear layer's output must directly follow"
     ),
     "a number": (("a number",), {}, "its own parameters cannot be assigned to heads"),
     "and sinks": (("a number", "sinks"), {}, "its own parameters cannot be assigned to heads"),
@@ -388,7 +373,7 @@ SHARED_BY_NONE = {
     "rolled": (("rolled",), {}, "must form one, two or three blocks of equal width"),
     "a norm of all": (("qkv", "norm of all"), {"kv": 4}, "norm spans queries, keys and values"),
     "half": (("norm of half a head",), {}, "parameters other than per-head norms"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SHARED_BY_NONE)
@@ -459,17 +444,11 @@ def _checked(mesh, model) -> str | None:
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ({}, None),
-        ({"dp": 2}, None),
-        ({"pp": 2}, None),
-        ({"tp": 2}, "(True, 'none', 'ring')"),
-        ({"cp": 2}, "(False, 'none', 'ring')"),
-        (
-            {"pp": 2, "tp": 2},
-            "LlamaForCausalLM: apply does not support pipeline stages; use pp = 1",
-        ),
+        ({}, None), ({"dp": 2}, None), ({"pp": 2}, None),
+        ({"tp": 2}, "(True, 'none', 'ring')"), ({"cp": 2}, "(False, 'none', 'ring')"),
+        ({"pp": 2, "tp": 2}, "LlamaForCausalLM: apply does not support pipeline stages; use pp = 1")
     ],
-)
+)  # fmt: skip
 def test_a_mesh_spreads_a_model_over_tensor_and_context_ranks_only(sizes, said):
     config = transformers.LlamaConfig(
         vocab_size=5, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=2

@@ -16,7 +16,9 @@ from torch.distributed.fsdp import fully_shard
 transformers = pytest.importorskip("transformers", reason="an extra of its own")
 accelerate = pytest.importorskip("accelerate", reason="an extra of its own, which Trainer asks for")
 
+from hf_models import V, make  # noqa: E402
 from ranks import run_ranks  # noqa: E402
+from refused import one_line  # noqa: E402
 
 import warpweave.hf as ww  # noqa: E402
 from warpweave.hf import options  # noqa: E402
@@ -24,25 +26,7 @@ from warpweave.layers.sharding.dtensor import whole  # noqa: E402
 from warpweave.parallel.mesh import Mesh  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-V, STEPS, FEWER = 61, 20, 8
-
-
-def make(family: str) -> nn.Module:
-    """Make a random model of two layers."""
-    torch.manual_seed(0)
-    if family == "gpt2":
-        return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0.0,
-                embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
-            )
-        )  # fmt: skip
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=V, hidden_size=32, intermediate_size=56, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
-        )
-    )  # fmt: skip
+STEPS, FEWER = 20, 8
 
 
 def rows(count: int, length: int = 12) -> list[dict[str, torch.Tensor]]:
@@ -167,11 +151,10 @@ def _trainer_of_two(rank: int, folder: str) -> dict:
     found = {"data": curve(model, folder, per_device_train_batch_size=2, ddp_backend="gloo")}
     model = make("llama")
     ww.apply(model, mesh=Mesh(tp=2).connect(), sequence_parallel=True)
-    with pytest.raises(
-        ValueError, match="only on GPUs; on CPUs, write your own training loop"
-    ) as refused:
+    words = "only on GPUs; on CPUs, write your own training loop"
+    with pytest.raises(ValueError, match=words) as refused:
         curve(model, folder, 1, ddp_backend="gloo")
-    assert "\n" not in str(refused.value)
+    one_line(refused)
     # As on GPUs, for which accelerate requires only the number of processes.
     options.Replicas.dp_size = 1
     accelerate.ParallelismConfig._validate_accelerator = lambda *_: None
@@ -203,7 +186,7 @@ def test_a_trainer_of_two_ranks_goes_the_way_of_one_without_us(folder):
 def test_a_trainer_refuses_data_ranks_beside_tensor_ranks():
     with pytest.raises(ValueError, match="fully_shard the model over") as refused:
         options.Replicas(2, 2, "cuda").dp_size  # noqa: B018
-    assert "\n" not in str(refused.value)
+    one_line(refused)
 
 
 def batch_of(labels: str) -> dict[str, torch.Tensor]:
@@ -278,19 +261,9 @@ def _of_four(rank: int, folder: str) -> dict:
         held = sum(p.to_local().numel() for p in model.parameters())
         found[family] = steps, norm.full_tensor(), held
     with pytest.raises(ValueError, match="blocks of rows") as refused:
-        ww.apply(phi3(), mesh=mesh)
+        ww.apply(make("phi3", num_hidden_layers=1, num_key_value_heads=4), mesh=mesh)
     found["refused"] = str(refused.value)
     return found
-
-
-def phi3() -> nn.Module:
-    """A model with queries, keys and values in one `nn.Linear`, gate and up in another."""
-    return transformers.Phi3ForCausalLM(
-        transformers.Phi3Config(
-            vocab_size=61, hidden_size=32, intermediate_size=56, num_hidden_layers=1,
-            num_attention_heads=4, num_key_value_heads=4, pad_token_id=0,
-        )
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,17 @@ bytes of each kind of group are counted. `test_zero.py` compares the optimizer w
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from close import relative_error
+from plants import Plant, planted
 from ranks import run_ranks
 from threads import on_mesh, run_threads
 from torch import Tensor
@@ -134,36 +138,24 @@ def test_a_checkpoint_moves_from_one_placement_to_another():
 # -------------------------------------------------------------------------- on the wire
 
 
-class _Wire:
-    """A mode that counts the bytes of the whole buffer of every collective, by name and axis."""
+@contextmanager
+def _wire(mesh: ConnectedMesh) -> Iterator[tuple[Counter, list]]:
+    """Record (name, axis) of every collective: the bytes of the whole buffers, and the order."""
+    moved, order = Counter(), []
+    axes = {id(mesh.group(axis)): axis for axis in ("world", "shard", "replica")}
 
-    def __init__(self, mesh: ConnectedMesh) -> None:
-        self.moved: dict[tuple[str, str], int] = {}
-        self.order: list[tuple[str, str]] = []
-        self._axes = {id(mesh.group(axis)): axis for axis in ("world", "shard", "replica")}
-
-    def counted(self, name: str, fn, whole: int):
+    def recorded(right, name: str, whole: int):
         def run(*args, group=None, **options):
-            at = name, self._axes[id(group)]
-            self.moved[at] = self.moved.get(at, 0) + args[whole].nbytes
-            self.order.append(at)
-            return fn(*args, group=group, **options)
+            order.append((name, axes[id(group)]))
+            moved[order[-1]] += args[whole].nbytes
+            return right(*args, group=group, **options)
 
         return run
 
-    def __enter__(self) -> _Wire:
-        self._patches = [
-            mock.patch.object(place, name, self.counted(name, getattr(place, name), whole))
-            for place, name, whole in ((parameters, "all_gather_into", 0),
-                                       (reduce, "reduce_scatter_into", 1), (dist, "all_reduce", 0))
-        ]  # fmt: skip
-        for patch in self._patches:
-            patch.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for patch in self._patches:
-            patch.stop()
+    places = (parameters, "all_gather_into", 0), (dist, "all_reduce", 0)
+    places = *places, (reduce, "reduce_scatter_into", 1)
+    with planted(*(Plant(p, n, partial(recorded, name=n, whole=w)) for p, n, w in places)):
+        yield moved, order
 
 
 def _moved(rank: int) -> None:
@@ -173,13 +165,12 @@ def _moved(rank: int) -> None:
         size = sum(unit.gradients.flat.nbytes for unit in engine.units)
         assert size == 2 * sum(unit.gradients.reduced.nbytes for unit in engine.units)
         engine._count_valid = lambda labels: Pending(None, lambda: torch.tensor(56.0))  # over dp
-        with _Wire(mesh) as wire:
+        with _wire(mesh) as (moved, order):
             engine.step(*_batch(mesh, 0), lr=0.01)
-        moved = wire.moved
         scatter, replicas = ("reduce_scatter_into", "shard"), ("all_reduce", "replica")
         if stage > 1:  # while earlier segments are still in their backward
-            last = len(wire.order) - 1 - wire.order[::-1].index(scatter)
-            assert wire.order.index(replicas) < last
+            last = len(order) - 1 - order[::-1].index(scatter)
+            assert order.index(replicas) < last
         assert engine.plan.microbatches == 2
         assert moved.pop(scatter) == (size if stage == 1 else 2 * size), stage
         assert moved.pop(replicas) == size // 2, stage  # one shard per step

@@ -104,9 +104,8 @@ def test_twenty_steps_are_those_of_transformers_and_go_back_to_it(llama, tmp_pat
     ours = _losses(config.out)
     assert losses[0] - losses[-1] > 1  # it learns
     assert max(abs(a - b) / b for a, b in zip(ours, losses, strict=True)) < 1e-5
-    back = load_file(
-        to_hf(result["checkpoint"], tmp_path / "back", like=llama) / "model.safetensors"
-    )
+    out = to_hf(result["checkpoint"], tmp_path / "back", like=llama)
+    back = load_file(out / "model.safetensors")
     trained = model.state_dict()
     assert set(back) == set(trained)
     for name in back:
@@ -213,18 +212,14 @@ def test_the_models_tokenizer_is_the_default(llama, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"layers": 3},
-            r"blocks.2.attention_norm.weight: .* has no such tensor, but .* shape \(16,\)$",
-        ),
+        ({"layers": 3},
+         r"blocks.2.attention_norm.weight: .* has no such tensor, but .* shape \(16,\)$"),
         ({"width": 32}, r"embedding.weight: .* has shape \(256, 16\), but .* shape \(256, 32\)$"),
-        (
-            {"vocab_size": 300},
-            r"embedding.weight: .* has shape \(256, 16\), but .* shape \(300, 16\)$",
-        ),
+        ({"vocab_size": 300},
+         r"embedding.weight: .* has shape \(256, 16\), but .* shape \(300, 16\)$"),
         ({"tied": True}, r"head.weight: .* has shape \(256, 16\), but .* no such tensor$"),
     ],
-)
+)  # fmt: skip
 def test_options_that_the_weights_do_not_fit_are_refused(options, message, llama, tmp_path):
     config = _config(tmp_path, llama, overrides=GPTOverrides(seq_len=16, **options))
     with pytest.raises(ValueError, match=message):

@@ -169,9 +169,8 @@ def test_all_ranks_of_a_replica_end_with_one_and_come_back_together(keeper):
     assert found.current.members == {0: 0, 1: 1, 2: 0}
     _beat(found, 5, 9, "evaluation")
     assert _ends(found, r5=-9) is None
-    assert "rank 5 (dp=5) was killed by SIGKILL, last seen at step 9 (evaluation)" in (
-        found.current.change
-    )
+    words = "rank 5 (dp=5) was killed by SIGKILL, last seen at step 9 (evaluation)"
+    assert words in found.current.change
 
 
 def test_heartbeat_is_read_under_the_rank_number_in_its_generation(keeper):
@@ -227,10 +226,8 @@ def test_a_replica_that_dies_before_it_joins_is_restarted_at_most_five_times(kee
     for start in range(2, 6):
         assert _ends(found, r1=-9) is None
         assert found.replicas[1].start == start
-        said = capsys.readouterr().err.strip()
-        assert said == (
-            "warpweave: replica 1 left: rank 1 (dp=1) was killed by SIGKILL before it had joined"
-        )
+        said = "replica 1 left: rank 1 (dp=1) was killed by SIGKILL before it had joined"
+        assert capsys.readouterr().err.strip() == f"warpweave: {said}"
     assert _ends(found, r1=-9) is None
     assert capsys.readouterr().err.strip().endswith("; replica 1 is not restarted")
     assert (found.current.number, found.replicas[1].processes) == (2, {})

@@ -48,11 +48,10 @@ MEMORY = SimpleNamespace(world=2, rank=1)
 @pytest.mark.parametrize(
     ("call", "activation"),
     [
-        (gelu_mlp, "gelu"),
-        (partial(gelu_mlp, approximate="none"), "gelu_erf"),
+        (gelu_mlp, "gelu"), (partial(gelu_mlp, approximate="none"), "gelu_erf"),
         (swiglu_mlp, "swiglu"),
     ],
-)
+)  # fmt: skip
 def test_an_mlp_by_the_name_of_its_activation(call, activation) -> None:
     given = AFTER | HOW | {"recompute": "up"}
     found = told(function, "mlp", lambda: call(x, up, down, up_bias, down_bias, **given))
@@ -73,13 +72,9 @@ def test_an_mlp() -> None:
             lambda of=of: mlp(of, up, down, up_bias, down_bias, **given, ranks=ranks),
             (torch.zeros(6, 4), None, None),
         )  # fmt: skip
-        weights = {"up_weight": flat, "up_bias": flat_bias, "down_weight": down}
-        check(
-            found,
-            {"x": x, "residual": residual, "options": _options("up"), "ranks": ranks}
-            | {"down_bias": down_bias, "save": of is leaf}
-            | weights,
-        )
+        expected = {"x": x, "residual": residual, "options": _options("up"), "ranks": ranks}
+        expected |= {"up_weight": flat, "up_bias": flat_bias, "down_weight": down}
+        check(found, expected | {"down_bias": down_bias, "save": of is leaf})
 
 
 @pytest.mark.parametrize("recompute", function.RECOMPUTE)
@@ -100,31 +95,21 @@ def test_the_products_of_an_mlp(recompute: str) -> None:
         ):
             assert (run()[2] is h) == (save and recompute == "nothing")
         assert product.call_args == mock.call(h, down, down_bias, **AFTER, **HOW)
-    again = told(
-        function, "hidden_again", lambda: function.mlp_up_again(x, flat, flat_bias, options)
-    )
-    check(again, first)
+    call = partial(function.mlp_up_again, x, flat, flat_bias, options)
+    check(told(function, "hidden_again", call), first)
 
 
 @pytest.mark.parametrize("want_hidden", [False, True])
 def test_the_gradients_of_an_mlp(want_hidden: bool) -> None:
-    def run(want_dz: bool):
-        return function.mlp_bwd(
-            x, down, z, _options("up"), want_dz=want_dz, want_hidden=want_hidden
-        )
-
-    check(
-        told(function, "hidden_bwd", lambda: run(True)),
-        {"dy": x, "down_weight": down, "z": z, "activation": "swiglu"}
-        | {"want_hidden": want_hidden}
-        | HOW,
-    )
+    run = partial(function.mlp_bwd, x, down, z, _options("up"), want_hidden=want_hidden)
+    launched = {"activation": "swiglu", "want_hidden": want_hidden} | HOW
+    found = told(function, "hidden_bwd", partial(run, want_dz=True))
+    check(found, {"dy": x, "down_weight": down, "z": z} | launched)
     if want_hidden:
-        found = told(function, "activation_fwd", lambda: run(False))
+        found = told(function, "activation_fwd", partial(run, want_dz=False))
         check(found, {"x": z, "activation": "swiglu", "impl": "triton"})
     else:
-        assert run(False) == (None, None)
-    launched = {"activation": "swiglu", "want_hidden": want_hidden} | HOW
+        assert run(want_dz=False) == (None, None)
     with mock.patch.object(hidden, "_launch_hidden_bwd", return_value=[z]) as launch:
         hidden.hidden_bwd(x, down, z, **launched)
     assert launch.call_args == mock.call(x, down, mock.ANY, *launched.values())
@@ -145,10 +130,8 @@ def test_hidden_units_again() -> None:
     with mock.patch.object(hidden, "_again") as again:
         hidden.hidden_again(x, flat, flat_bias, activation="swiglu", **HOW)
     assert again.call_args == mock.call(x, flat, flat_bias, "swiglu", "tf32x3", "triton")
-    found = told(
-        hidden, "gemm", lambda: hidden._again.run(x, flat, flat_bias, "swiglu", *HOW.values())
-    )
-    check(found, {"a": x, "b": flat.t(), "bias": flat_bias} | HOW)
+    call = partial(hidden._again.run, x, flat, flat_bias, "swiglu", *HOW.values())
+    check(told(hidden, "gemm", call), {"a": x, "b": flat.t(), "bias": flat_bias} | HOW)
 
 
 # ---------------------------------------------------------------- products
@@ -158,16 +141,11 @@ OVER["precision"] = "tf32x3"
 
 
 def test_a_row_product() -> None:
-    found = told(
-        local, "fused_gemm",
-        lambda: LOCAL.row_product(h, down, down_bias, **AFTER, **HOW), (residual, None),
-    )  # fmt: skip
-    check(found, {"a": h, "b": down.t(), "bias": down_bias} | AFTER | HOW)
-    found = told(
-        local, "fused_gemm",
-        lambda: LOCAL.row_product(h, down, down_bias.double(), **AFTER, **HOW), (residual, None),
-    )  # fmt: skip
-    assert found["bias"].dtype == h.dtype  # rounded like a product's other operands
+    for bias in (down_bias, down_bias.double()):  # rounded like a product's other operands
+        call = partial(LOCAL.row_product, h, down, bias, **AFTER, **HOW)
+        found = told(local, "fused_gemm", call, (residual, None))
+        assert found["bias"].dtype == h.dtype
+        check(found, {"a": h, "b": down.t(), "bias": down_bias} | AFTER | HOW)
 
 
 def test_products() -> None:
@@ -191,11 +169,8 @@ def test_products() -> None:
 def test_a_product_over_ranks(name: str) -> None:
     more = {"activation": "gelu", "save_z": True} if name == "all_gather_gemm" else {}
     with mock.patch.object(overlap, "run_steps") as run:
-        found = told(
-            overlap, f"{name}_steps",
-            lambda: getattr(overlap, name)(h, down.t(), memory=MEMORY, **OVER, **more),
-            "the steps",
-        )  # fmt: skip
+        call = partial(getattr(overlap, name), h, down.t(), memory=MEMORY, **OVER, **more)
+        found = told(overlap, f"{name}_steps", call, "the steps")
     assert run.call_args == mock.call(name, "the steps", MEMORY)
     first = "x" if name == "all_gather_gemm" else "a"
     check(found, {first: h, "b": down.t(), "memory": MEMORY, "epilogue": Epilogue(**OVER, **more)})
@@ -204,25 +179,17 @@ def test_a_product_over_ranks(name: str) -> None:
 def test_what_layers_ask_of_products_over_ranks() -> None:
     more = {"activation": "gelu", "save_z": True, "precision": "tf32x3"}
     deep = h.view(2, 3, 5)
-    found = told(
-        gathering, "fused_gemm",
-        lambda: gathering.multiply(deep, down.t(), down_bias, impl="triton", **more), (h, None),
-    )  # fmt: skip
+    call = partial(gathering.multiply, deep, down.t(), down_bias, impl="triton", **more)
+    found = told(gathering, "fused_gemm", call, (h, None))
     check(found, {"a": h, "b": down.t(), "bias": down_bias, "impl": "triton"} | more)
     rows = Gathering(deep, MEMORY)
-    found = told(
-        gathering, "all_gather_gemm",
-        lambda: gathering.multiply(rows, down.t(), down_bias, **more), (h, z, torch.cat((h, h))),
-    )  # fmt: skip
+    call = partial(gathering.multiply, rows, down.t(), down_bias, **more)
+    found = told(gathering, "all_gather_gemm", call, (h, z, torch.cat((h, h))))
     check(found, {"x": h, "b": down.t(), "bias": down_bias, "memory": MEMORY} | more)
     assert rows.whole.shape == rows.shape == (4, 3, 5)
     for scatter, name in ((True, "gemm_reduce_scatter"), (False, "gemm_all_reduce")):
-        y = torch.zeros(3 if scatter else 6, 4)
-
-        def run(scatter=scatter):
-            return gathering.sum_of_products(deep, down.t(), MEMORY, scatter, **OVER)
-
-        found = told(gathering, name, run, y)
+        call = partial(gathering.sum_of_products, deep, down.t(), MEMORY, scatter, **OVER)
+        found = told(gathering, name, call, torch.zeros(3 if scatter else 6, 4))
         check(found, {"a": h, "b": down.t(), "memory": MEMORY} | OVER)
 
 
@@ -259,11 +226,8 @@ def test_a_projection_of_heads(form: str) -> None:
         ranks.column_product = lambda x, of: of(rows, 0)
     else:
         expected["x"] = samples
-    made = []
-
-    def call() -> None:
-        made.extend(qkv.qkv_rope(given, heads, bias, cos, sin, **HOW, **more, ranks=ranks))
-
+    made, turn = [], partial(qkv.qkv_rope, given, heads, bias, cos, sin, **HOW, **more, ranks=ranks)
+    call = lambda: made.extend(turn())  # noqa: E731
     found = told(qkv, name, call, result)
     assert all(torch.equal(found.pop(key), expected.pop(key)) for key in ("weight", "bias"))
     check(found, expected)
@@ -291,11 +255,8 @@ def test_losses(reduction: str) -> None:
         cross_entropy(h, labels, **given)
     assert computed.call_args == mock.call(h, labels, whole, LOCAL)
     for recompute in (True, False):
-        found = told(
-            linear, "head_loss",
-            partial(linear_cross_entropy, x, weight, labels, **given, recompute=recompute),
-            losses.sum(),
-        )  # fmt: skip
+        call = partial(linear_cross_entropy, x, weight, labels, **given, recompute=recompute)
+        found = told(linear, "head_loss", call, losses.sum())
         expected = {"x": x, "weight": weight, "labels": labels, "vocabulary": whole}
         expected |= {"dtype": torch.float32, "reduction": reduction, "recompute": recompute}
         check(found, expected)
@@ -304,18 +265,15 @@ def test_losses(reduction: str) -> None:
 def test_halves_of_a_loss() -> None:
     place = {"vocab_start": 2, "vocab_size": 9, "ignore_index": 7, "impl": "triton"}
     for want_sum in (False, True):
-        with mock.patch.object(
-            forward, "cross_entropy_fwd_op", return_value=(losses,) * 3
-        ) as computed:
+        op = mock.patch.object(forward, "cross_entropy_fwd_op", return_value=(losses,) * 3)
+        with op as computed:
             found = cross_entropy_fwd(h, labels, want_sum=want_sum, **place)
         shard = Vocabulary(2, 9, 7, impl="triton")
         assert computed.call_args == mock.call(h, labels, shard, want_sum)
         assert (found[2] is None) == (not want_sum)
     shard = Vocabulary(2, 9, **WORDS, impl="triton")
-    for in_place, name in (
-        (False, "cross_entropy_bwd_op"),
-        (True, "cross_entropy_bwd_in_place_op"),
-    ):
+    for in_place in (False, True):
+        name = "cross_entropy_bwd_in_place_op" if in_place else "cross_entropy_bwd_op"
         with mock.patch.object(backward, name) as computed:
             cross_entropy_bwd(losses, h, labels, losses, in_place=in_place, **WORDS | place)
         assert computed.call_args == mock.call(losses, h, labels, losses, shard)
@@ -324,16 +282,12 @@ def test_halves_of_a_loss() -> None:
 def test_hidden_units_again_and_gradients_of_gathered_rows() -> None:
     rows = Gathering(x[:3], MEMORY)
     first, given = {"activation": "swiglu"} | HOW, {"precision": "tf32x3"}
-    again = told(
-        hidden, "multiply", lambda: hidden.hidden_again(rows, flat, flat_bias, **first), (z, None)
-    )
+    call = partial(hidden.hidden_again, rows, flat, flat_bias, **first)
+    again = told(hidden, "multiply", call, (z, None))
     check(again, {"x": rows, "b": flat.t(), "bias": flat_bias, "impl": "triton", "options": given})
     for want_hidden in (False, True):
+        call = partial(hidden.hidden_bwd, rows, down, z, want_hidden=want_hidden, **first)
         with mock.patch.object(hidden, "activation_fwd", return_value=h) as kept:
-            found = told(
-                hidden, "multiply",
-                partial(hidden.hidden_bwd, rows, down, z, want_hidden=want_hidden, **first),
-                (h, None),
-            )  # fmt: skip
+            found = told(hidden, "multiply", call, (h, None))
         check(found, {"x": rows, "b": down, "options": given})
         assert kept.call_args_list == [mock.call(z, "swiglu", impl="triton")] * want_hidden

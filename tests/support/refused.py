@@ -17,12 +17,14 @@ import torch
 Rows = list[tuple[dict[str, Any], str | None]]
 
 
-def check(call: Callable[[], object], words: str | None) -> None:
+def check(
+    call: Callable[[], object], words: str | None, error: type[Exception] = ValueError
+) -> None:
     """Assert that `call` raises an error with these words, or (None) that it is valid."""
     if words is None:
         call()
     else:
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(error, match=words):
             call()
 
 

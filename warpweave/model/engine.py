@@ -21,7 +21,7 @@ from warpweave.kernels.runtime.dispatch import choose
 from warpweave.layers.modes import in_mode
 from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.model.engine_checks import check_batch, check_int64, check_packing
-from warpweave.model.engine_graph import CudaGraph, Graph, StepGraphs, check_capture
+from warpweave.model.engine_graph import Graph, StepGraphs, check_capture, cuda_graph_on
 from warpweave.model.engine_passes import OpenPasses, StepPasses, make_lists, warm_up
 from warpweave.model.engine_text import continue_text
 from warpweave.model.engine_update import EngineStage, RankUpdate, StageUpdate, StepResult
@@ -139,11 +139,10 @@ class Engine:
             run, self.stages, mesh.group("pp"), device=self.device, timeout=timeout
         )
         self._counted: list[Pending] = []  # sums of valid tokens that were not waited for
+        self._check_capture = functools.partial(check_capture, plan, mesh.sizes, self._impl)
         self.graphs: StepGraphs | None = None
         if cuda_graph:
-            if self.device.type != "cuda":
-                raise ValueError(f"cuda_graph=True needs a CUDA device, got {self.device}")
-            self.use_graphs()
+            self.use_graphs(cuda_graph_on(self.device))
         self._cold = self.device.type == "cuda" and mesh.size("pp") > 1  # see `warm_up`
 
     def _make_outer(self, rule: OuterRule) -> OuterOptimizer:
@@ -274,15 +273,14 @@ class Engine:
         more = {"lr": lr, "key": key, "interrupted": interrupted, "documents": documents}
         if self.graphs is None or lr is None or on_action is not None:
             return self._begin(**inputs, **more, halted=halted, on_action=on_action)
-        packed = documents is not None
-        check_capture(self.plan, self.mesh.sizes, self._impl, packed=packed)
+        self._check_capture(packed=documents is not None)
         result = self.graphs(inputs | more | {"halted": 0.0 if halted is None else halted})
         return Pending(None, lambda: result)
 
-    def use_graphs(self, new_graph: Callable[[], Graph] = CudaGraph) -> None:
+    def use_graphs(self, new_graph: Callable[[], Graph]) -> None:
         """Capture steps from now on, each shape of the data once, except steps without an update or
         with `on_action`. ValueError for a layout whose steps cannot be captured."""
-        check_capture(self.plan, self.mesh.sizes, self._impl)
+        self._check_capture()
 
         def whole(**inputs: Any) -> StepResult:
             result = self._begin(**inputs).wait()
@@ -472,8 +470,7 @@ class Engine:
         """
         with self._global_weights():
             sampling = Sampling(length, temperature, seed=seed)
-            forward = lambda batch, final: self._forward(batch, final)[0]  # noqa: E731
-            return continue_text(self.gpt, forward, prompt, sampling, self.device)
+            return continue_text(self.gpt, lambda *to: self._forward(*to)[0], prompt, sampling)
 
     # ------------------------------------------------------------------ state in and out
 

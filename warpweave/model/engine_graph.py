@@ -64,6 +64,13 @@ class CudaGraph:
         self._graph.replay()
 
 
+def cuda_graph_on(device: torch.device) -> type[CudaGraph]:
+    """The graphs of a CUDA device; ValueError for another one."""
+    if device.type != "cuda":
+        raise ValueError(f"cuda_graph=True needs a CUDA device, got {device}")
+    return CudaGraph
+
+
 class StepGraphs:
     """Steps captured by the shapes of their data.
 
@@ -74,9 +81,7 @@ class StepGraphs:
         new_graph: makes an empty graph.
     """
 
-    def __init__(
-        self, step: Callable[..., StepResult], new_graph: Callable[[], Graph] = CudaGraph
-    ) -> None:
+    def __init__(self, step: Callable[..., StepResult], new_graph: Callable[[], Graph]) -> None:
         self.step, self._new_graph = step, new_graph
         self._graphs: dict[Any, _Captured] = {}
 

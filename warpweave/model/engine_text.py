@@ -21,9 +21,7 @@ Final = Callable[[Tensor | None, MicroBatch], Tensor]
 Forward = Callable[[MicroBatch, Final], Tensor | None]
 
 
-def continue_text(
-    gpt: GPT, forward: Forward, prompt: Tensor, sampling: Sampling, device: torch.device
-) -> Tensor:
+def continue_text(gpt: GPT, forward: Forward, prompt: Tensor, sampling: Sampling) -> Tensor:
     """Continue `prompt` (int64 [n]) as `sampling` says; see ``Engine.generate``.
 
     forward: runs a micro-batch through all stages, and returns the result of its second argument on
@@ -32,7 +30,7 @@ def continue_text(
     check_int64(prompt=prompt)
     if prompt.ndim != 1 or not len(prompt):
         raise ValueError(f"prompt must have shape [n >= 1], got {[*prompt.shape]}")
-    tokens = [upload(prompt, device)]
+    tokens = [upload(prompt, next(gpt.parameters()).device)]
 
     def step(chosen: Tensor | None) -> tuple[Tensor | None, int]:
         tokens.extend([] if chosen is None else [chosen])
