@@ -3,6 +3,11 @@ recorded steps do not differ, and replays have the bits of ordinary steps."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -21,6 +26,8 @@ from warpweave.parallel.data import optimizer
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.prove import Layout, graph_safe, prove_graph
 from warpweave.prove.recording import PretendedGraph, Recording
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # ---------------------------------------------------------------- numbers as device data
 
@@ -108,6 +115,21 @@ def test_packed_documents_and_kernels_are_replayed_too():
     layout = Layout(Mesh(), style="llama", dtype="fp32", packed=True, impl="triton", count=1)
     proof = prove_graph(layout, single())
     assert proof.right, proof
+
+
+def test_the_paths_of_a_gpu_have_nothing_that_a_graph_would_freeze(tmp_path):
+    """Kernels compile but do not run. Learning rates and keys that are numbers are found."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    environment["PYTHONPATH"] = os.pathsep.join([*sys.path, str(ROOT / "benchmarks")])
+    command = [sys.executable, "-P", str(ROOT / "tests" / "support" / "graph_on_gpu.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    numbers = found.pop("numbers")
+    assert len(found) == 4
+    assert not any(found.values()), found
+    assert all(any(name in each for each in numbers) for name in ("_adamw_scalars", "norm"))
 
 
 def _batch(engine: Engine) -> tuple[torch.Tensor, ...]:

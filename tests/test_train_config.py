@@ -358,6 +358,7 @@ ALWAYS = {
     *("positions", "tied", "dropout", "logit_softcap", "embedding_scale", "activation", "bias"),
     *("norm", "norm_eps", "norm_place", "head_size", "qkv_bias", "qk_norm", "qk_norm_whole"),
     *("attention_scale", "softcap", "sinks", "recompute", "reduce"),
+    "cuda_graph",  # refused where it cannot work
     *("early_gradients", "sequence_parallel"),  # on if possible; off always has an effect
 }
 ALWAYS_SAMPLE = {

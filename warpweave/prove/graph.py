@@ -89,6 +89,10 @@ class GraphProof:
         replays: number of steps that were replayed.
         differences: what a graph would repeat wrongly, as sentences that name the rank.
         unequal: sentences about numbers whose bits differ between replayed and ordinary steps.
+
+    Examples:
+        >>> GraphProof(calls=900, replays=5, differences=(), unequal=()).right
+        True
     """
 
     calls: int
@@ -108,6 +112,11 @@ def prove_graph(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> G
 
     On a CPU the graph is pretended (`PretendedGraph`). Raises ValueError for a layout whose steps
     cannot be captured.
+
+    Examples:
+        >>> from warpweave import Mesh
+        >>> prove_graph(Layout(Mesh(), dtype="bf16"), Mesh().connect()).right
+        True
     """
     new_graph = CudaGraph if layout.device == "cuda" else PretendedGraph
     eager, replayed = (make_engine(layout, mesh, timeout) for _ in range(2))

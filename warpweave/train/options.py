@@ -73,6 +73,9 @@ class ModelOptions:
     impl: shared.Implementation = None
     tiles: Path | None = None
     """Tile table for the kernels, as written by ``warpweave tune``; default: the shipped tiles."""
+    cuda_graph: bool = False
+    """CUDA graphs: launch each step as a whole, so that the host does not slow the GPU down. Needs
+    a GPU, pp = 1, and one outer replica."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +298,7 @@ class TrainConfig(
         from warpweave.parallel.server.server import ServerPlan
 
         one = ("tp", "cp", "pp", "dp_shard", "early_stop", "outer", "outer_every", "timeline",
-               "max_restarts", "elastic")  # fmt: skip
+               "max_restarts", "elastic", "cuda_graph")  # fmt: skip
         for name in one:
             if (given := getattr(self, name)) != getattr(TrainConfig, name):
                 raise ValueError(f"--server does not support {name} = {given}; leave it out")
@@ -445,6 +448,10 @@ class TrainConfig(
         self.model_config(1).check(self.mesh, self.plan)
         self.plan.check_update(self.clip, self.dtype == "fp16", self.outer_rule is not None)
         _ = self.server_plan
+        if self.cuda_graph:
+            from warpweave.model.engine_graph import check_capture
+
+            check_capture(self.plan, self.mesh, self.impl or "triton", packed=self.packed)
         if self.init_from is not None:
             from warpweave.convert.source import check_same_model
 

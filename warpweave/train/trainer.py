@@ -78,7 +78,7 @@ class Trainer:
             self.model, self.mesh, config.plan, micro_batch_size=config.batch,
             dtype=NAMED_DTYPES[str(config.dtype)], device=session.device, seed=config.seed,
             rule=config.rule, clip=config.clip or None, outer=config.outer_rule, impl=config.impl,
-            timeout=config.timeout,
+            timeout=config.timeout, cuda_graph=config.cuda_graph,
         )  # fmt: skip
         self.agreement = Agreement(config, session, self.engine)
         self.step, self.progress, self.stopped = 0, resume.Progress(), False
