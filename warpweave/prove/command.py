@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -33,7 +34,7 @@ from warpweave.train.idle_options import PROVE, idle_lines
 
 
 def prove_rank(
-    layouts: list[Layout], timeout: float, path: str, graph: bool = False, port: int | None = None
+    layouts: list[Layout], timeout: float, path: str, port: int | None = None, graph: bool = False
 ) -> None:
     """Prove `layouts`, or with `graph` their CUDA graphs, as one rank of the first, largest worlds
     first; rank 0 writes to `path`.
@@ -178,15 +179,16 @@ def _prove(config: ProveConfig, summary: dict, processes: Processes | None = Non
     world = layouts[0].mesh.world
     for line in idle_lines(PROVE, config):
         say(line)
+    prove = partial(prove_rank, graph=True) if config.graph else prove_rank
     failed = False
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as file:
         try:
             if world == 1:
-                prove_rank(layouts, config.timeout, file.name, config.graph)
+                prove(layouts, config.timeout, file.name)
             else:
                 backend = BACKENDS[layouts[0].device]
-                args = (layouts, config.timeout, file.name, config.graph)
-                launch(prove_rank, args, Mesh(dp=world), backend=backend, processes=processes)
+                args = (layouts, config.timeout, file.name)
+                launch(prove, args, Mesh(dp=world), backend=backend, processes=processes)
         except SystemExit as error:
             failed = not isinstance(error, Stopped)
             raise
