@@ -62,6 +62,9 @@ class _Dim(NamedTuple):
     sizes: tuple[int | None, ...] = (None,)
 
 
+# ---------------------------------------------------------------- parsing a plan
+
+
 def _tuple(over: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if over is None else (over,) if isinstance(over, str) else tuple(over)
 
@@ -137,6 +140,9 @@ def _check_dim(what: str, sizes: tuple[int | None, ...], size: int, ranks: int) 
     if first % ranks:
         of = "" if first == size else f" (dim size {size} = {first} x {size // first})"
         raise ValueError(f"{what}: size {first} is not divisible by {ranks} ranks{of}")
+
+
+# ---------------------------------------------------------------- the model
 
 
 def shard(

@@ -22,6 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate
 RESHAPES = frozenset(["view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "unflatten"])
 
 
+# ---------------------------------------------------------------- whole and partial tensors
+
+
 def whole_tensor(x: Any) -> Any:
     """The plain logical tensor of a DTensor, on every rank; return anything else unchanged. The
     gradient that the result receives must be the same on all ranks."""
@@ -60,6 +63,9 @@ def laid_out_like(x: DTensor, part: torch.Tensor) -> DTensor:
     """A DTensor of `part`, with the layout, shape and strides of x."""
     mesh, where, shape, stride = x.device_mesh, x.placements, x.shape, x.stride()
     return DTensor.from_local(part, mesh, where, run_check=False, shape=shape, stride=stride)
+
+
+# ---------------------------------------------------------------- strided shards
 
 
 def is_strided(p: Any) -> bool:

@@ -88,6 +88,9 @@ _INPLACE_OPERATORS = frozenset(
 )
 
 
+# ---------------------------------------------------------------- results
+
+
 def finished(result: Any) -> Any:
     """A model's result with its copies up to date and its partial sums reduced, for one rank."""
 

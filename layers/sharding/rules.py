@@ -42,6 +42,9 @@ from warpweave.layers.sharding.layouts import gather_strided, gather_where, is_c
 Function = Callable[..., Any]
 
 
+# ---------------------------------------------------------------- layouts
+
+
 def _even(x: Any) -> Any:
     """Gather the dims of x that their ranks do not share evenly: a rank might have no elements."""
     if not isinstance(x, DTensor):

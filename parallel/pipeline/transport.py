@@ -159,15 +159,21 @@ class Distributed:
     """Run one rank of the pipeline group in this process, with messages as torch.distributed P2P
     operations.
 
-    * A linear pipeline needs four communicators, because a rank has up to four links, and no two
-      links of a communicator share a rank.
-    * Receives are posted at the positions of a table computed from the lists: on gloo one per link
-      ahead of need (`schedule.posted_ahead`), on NCCL and all other backends when it is needed, or
-      earlier if necessary (`schedule.posted_at_need`).
+    * No two links of a communicator share a rank, so a receive that is posted early never blocks a
+      later send (NCCL runs the operations of a communicator in order). A linear pipeline needs four
+      communicators, because a rank has up to four links.
+    * Receives are posted at the positions of a table computed from the lists. On gloo, where a
+      posted receive is only a buffer, one receive per link is posted ahead of need
+      (`schedule.posted_ahead`), so messages are hidden behind compute. On NCCL and all other
+      backends, a posted receive may be a running kernel. There it is posted when it is needed, or
+      earlier if necessary (`schedule.posted_at_need`), so no rank computes while one of its own
+      operations is waiting for it.
     * Sends are asynchronous. A sent tensor is kept until a later message acknowledges it
       (`schedule.acknowledged`), so no rank blocks on a send before the end of the step.
-    * Activations and gradients travel in reused buffers (`Buffers`). A received buffer is reused
-      when its micro-batch's backward is over, a sent copy when it has arrived.
+    * Activations and gradients travel in reused buffers. A received buffer is reused when its
+      micro-batch's backward is over, a sent copy when it has arrived. On NCCL, a newly allocated
+      block could be reused only after the device is past its message (record_stream). A host that
+      is ahead of its device would hold a block for every micro-batch.
     * Every wait ends after `timeout`, with an error that names rank, action and peer. On NCCL the
       stream waits, and torch's watchdog enforces the time-out.
 

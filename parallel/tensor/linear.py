@@ -34,6 +34,9 @@ def _arriving_linear(
     return y.view(*x.shape[:-1], len(weight))
 
 
+# ---------------------------------------------------------------- column-parallel linear
+
+
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, dtype, ranks):
@@ -105,6 +108,9 @@ def column_parallel_linear(
     dtype = _check_linear("column_parallel_linear", x, weight, bias, group)
     ranks = tensor_ranks(group, sequence_parallel, overlap, workspace, x=x)
     return _ColumnParallelLinear.apply(x, weight, bias, dtype, ranks)
+
+
+# ---------------------------------------------------------------- row-parallel linear
 
 
 class _RowParallelLinear(torch.autograd.Function):

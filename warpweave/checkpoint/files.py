@@ -57,6 +57,9 @@ def agree_on_all(own: dict[str, Any], group: dist.ProcessGroup | None) -> list[d
     return every
 
 
+# ---- files ---------------------------------------------------------------------------------------
+
+
 def write(path: Path, *parts: bytes | memoryview) -> str:
     """Create a file (mode 0600, never through a link), flush it to disk, and return its SHA-256.
 

@@ -341,6 +341,9 @@ def flash_attn_with_kvcache(
     return (o, lse) if return_softmax_lse else o
 
 
+# ---------------------------------------------------------------- shared helpers
+
+
 def _attend_at_the_end(
     q: Tensor,
     k: Tensor,

@@ -116,6 +116,9 @@ def _read_text(path: Path) -> bytes:
     return data
 
 
+# ---- cache of token ids --------------------------------------------------------------------------
+
+
 def _write_cache(path: Path, tokens: np.ndarray, starts: np.ndarray, vocab_size: int) -> None:
     """Write `path`.bin, .bin.json, .starts, and last .json with the digests; only for the user."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -51,6 +51,9 @@ class _Entered(NamedTuple):
     parts: list[Any]
 
 
+# ---------------------------------------------------------------- 1. finding adapters
+
+
 def is_wrapper(module: Any) -> bool:
     """Return True if a module wraps a linear layer or an embedding, as peft's adapters do."""
     return isinstance(getattr(module, "_modules", {}).get("base_layer"), _BASES)
@@ -98,6 +101,9 @@ def _adapters_in(wrapper: Any) -> list[Any]:
     modules = wrapper._modules
     found = [*getattr(modules.get("lora_A"), "_modules", {}).values()]
     return found + [*getattr(modules.get("lora_embedding_A"), "_parameters", {})]
+
+
+# ---------------------------------------------------------------- 2. entering
 
 
 def enter(wrapper: Any, name: str, tp: Any, shared: Groups) -> list[tuple[str, nn.Parameter]]:
@@ -202,6 +208,9 @@ def _add_features(tokens: Tokens, tp: Any, a: nn.Module, _: tuple, h: torch.Tens
 def _gather_taken(tokens: Tokens, tp: Any, b: nn.Module, args: tuple) -> tuple:
     """Gather h of all tokens, for the features of a column-parallel layer's output."""
     return (take_input(tokens, b, args[0], tp),)
+
+
+# ---------------------------------------------------------------- 3. whole tensors
 
 
 def _put_together(base: Any, a: Any, b: Any, name: str) -> None:

@@ -78,6 +78,8 @@ class Watch:
         first = stack if stack is not self.model else self.layers[0]
         changes_of(first).hooks.append(first.register_forward_pre_hook(self._first))
 
+    # ------------------------------------------------------------ 1. the current modules
+
     def look(self) -> None:
         """Let new modules compute over ranks, or raise ValueError with their name."""
         entered: list[tuple[str, nn.Parameter]] = []
@@ -146,6 +148,8 @@ class Watch:
                 found += (*own[kind], kind)
             rest += (child for child in own["_modules"].values() if child is not None)
         return found
+
+    # ------------------------------------------------------------ 2. during every call
 
     @torch.compiler.disable
     def adapt(self, wrapper: Any) -> bool:
@@ -223,8 +227,10 @@ class Watch:
         """Return True if the graph of the current forward must be walked through."""
         return self.unchecked and torch.is_grad_enabled()
 
+    # ------------------------------------------------------------ 3. gradients without a sum
+
     def _refuse(self, nodes: Iterator[tuple[Any, frozenset]]) -> None:
-        """Raise ValueError if a parameter's gradient at these nodes would miss something."""
+        """Raise ValueError if a parameter's gradient at these nodes would lack the part of other ranks."""
         for node, wrong in nodes:
             leaf = getattr(node, "variable", None)
             if leaf is None or all(g is self.tp and _is_sharded(leaf) for g in wrong):

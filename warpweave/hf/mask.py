@@ -192,6 +192,9 @@ def _mask_of_one(
     return masked(like, Visible(False, None, documents, (0, 1), (0, keys)))
 
 
+# ---------------------------------------------------------------- 1. closures
+
+
 def _pattern_of(function: Callable, end: int, positions: torch.Tensor | None = None) -> _Pattern:
     """The pattern of a mask function over the keys before `end`. `positions`[B, S] are the rows'
     positions in their packed sequences, if these differ from the rows' own."""
@@ -238,6 +241,9 @@ def _both(patterns: list[_Pattern]) -> _Pattern:
     causal, windows, starts = zip(*patterns)
     window = min((w for w in windows if w is not None), default=None)
     return _Pattern(any(causal), window, sum(starts, ()))
+
+
+# ---------------------------------------------------------------- 2. documents
 
 
 def _packed(number: torch.Tensor) -> torch.Tensor:

@@ -209,6 +209,9 @@ def _spread(
     parallel.check_next_inputs(model, spread)
 
 
+# ---------------------------------------------------------------- 1. module by module
+
+
 def _replace_norms(model: nn.Module, report: Report) -> None:
     forms: dict[tuple, Form | str] = {}
     for name, module in model.named_modules():
@@ -252,6 +255,9 @@ def _patch_module(
     if not isinstance(form := forms[kind], str):
         patch(module, form)
     return form
+
+
+# ---------------------------------------------------------------- 2. the whole model
 
 
 def _replace_whole(

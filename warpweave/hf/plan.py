@@ -132,6 +132,8 @@ class Tokens:
             x = layout.unshard(x.chunk(layout.parts, 1), dim=1)
         return (x, *out[1:]) if isinstance(out, tuple) else x
 
+    # ------------------------------------------------------------ between layers
+
     def forwards(self, layers: list[Any]) -> list[MethodType]:
         """New forwards of the layers, which pass sharded tokens to each other.
 

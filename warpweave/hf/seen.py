@@ -167,6 +167,9 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and isinstance(a, (int, float, str, tuple, *_MUTABLE)) and a == b
 
 
+# ---------------------------------------------------------------- fields of a configuration
+
+
 @contextmanager
 def noted(module: nn.Module) -> Iterator[dict[tuple[str, ...], Any]]:
     """Record the fields of its configuration that a module's own forward reads in the context."""

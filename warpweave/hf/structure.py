@@ -75,6 +75,9 @@ def find_parts(
     return [found[m] for m in names if m in found], kept
 
 
+# ---------------------------------------------------------------- attention
+
+
 class _Call(NamedTuple):
     args: tuple
     kwargs: dict[str, Any]

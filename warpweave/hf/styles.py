@@ -45,6 +45,9 @@ from warpweave.hf.plan import Column, Row, Tokens, hidden_states, take_input
 from warpweave.layers.sharding.dtensor import use_local
 from warpweave.layers.sharding.styles import ColwiseParallel, RowwiseParallel, Style
 
+# ---------------------------------------------------------------- 1. styles
+
+
 _STYLED = "_warpweave_styled"  # set on a module that has one of these styles
 
 
@@ -146,6 +149,9 @@ for _overlap, _ending in _ENDINGS.items():
         _STYLES[f"{_word}{_ending}"] = _Linear(_style)
 for _word, _layer in _STYLES.items():
     ALL_PARALLEL_STYLES.register(WORD + _word, _layer)
+
+
+# ---------------------------------------------------------------- 2. plans
 
 
 # Styles of transformers that have a counterpart of ours.

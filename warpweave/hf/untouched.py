@@ -161,6 +161,9 @@ def _stack_of(model: nn.Module, layers: list[nn.Module]) -> tuple[nn.Module, str
     raise AssertionError("no nn.ModuleList holds exactly the layers that apply found")
 
 
+# ---------------------------------------------------------------- unsupported operations
+
+
 def refuse_copies(model: Any, modules: Collection[nn.Module], spread: Spread) -> None:
     """Refuse to resize a model's embeddings, and to copy or pickle modules connected to ranks."""
     for module in modules:

@@ -88,6 +88,9 @@ def _after_abort(aborted: list[int], mesh: Mesh, store: dist.Store, dumps: dict[
     return "; ".join(said)
 
 
+# ---------------------------------------------------------------- the flight recorder
+
+
 def recorded(prefix: str | None, world: int, since: float) -> dict[int, Path] | None:
     """Flight recorder files of the ranks written after `since`; None without a `prefix`."""
     if prefix is None:

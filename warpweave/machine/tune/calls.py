@@ -101,6 +101,9 @@ def other_calls(problem: Problem, make: Make, tokens: int = TOKENS, width: int =
     return others(problem, make, tokens, width)
 
 
+# ---------------------------------------------------------------- attention
+
+
 def _attention_inputs(
     problem: Problem, make: Make, tokens: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -129,6 +132,9 @@ def _other_attention(problem: Problem, make: Make, tokens: int, width: int) -> C
         return attention.attention_bwd(q, q, k, k, rows, rows, impl="triton", **more)
 
     return {name: partial(call, more) for name, more in options.items()}
+
+
+# ---------------------------------------------------------------- products
 
 
 def _timed_product(problem: Problem, make: Make, tokens: int, width: int) -> Call:

@@ -18,6 +18,8 @@ from warpweave.kernels.runtime.tiles import pinned
 from warpweave.machine.tune.aot import Compiled, compiling
 from warpweave.machine.tune.calls import Problem, other_calls, timed_call
 
+# ---------------------------------------------------------------- candidates
+
 
 def candidates(problem: Problem, part: Device, steps: int) -> list[Tile]:
     """The shipped tile, then tiles up to `steps` steps from it that could fit, nearest first."""
@@ -66,6 +68,9 @@ def could_fit(problem: Problem, tile: Tile, part: Device) -> bool:
         step, held = 2 * moving * D, sums * fixed * D + fixed * moving
     shared = max(1, tile.stages - 1) * step * size
     return shared <= part.block_shared and held * wide <= 255 * 32 * tile.warps
+
+
+# ---------------------------------------------------------------- compiled
 
 
 def compile_tile(target: str, problem: Problem, tile: Tile) -> list[Compiled] | str:

@@ -83,6 +83,9 @@ def short(tile: Tile) -> str:
     return " ".join(f"{name}={value}" for name, value in tile._asdict().items())
 
 
+# ---------------------------------------------------------------- one row
+
+
 def fitting(
     problem: Problem,
     part: Device,
@@ -176,6 +179,9 @@ def _under(problem: Problem, tile: Tile, call: Call) -> Call:
             return call()
 
     return run
+
+
+# ---------------------------------------------------------------- all of them
 
 
 def tune(

@@ -134,6 +134,8 @@ class ElasticTrainer(Trainer):
         }
         return Carried(self.step, about, held_state(optimizer))
 
+    # ------------------------------------------------------------------ the loop
+
     def _steps(self) -> list[float]:
         """As in `Trainer`, but first write a checkpoint that the previous generation did not reach,
         or whose write a death interrupted."""
