@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from warpweave.compat.flash_attn import flash_attn_func
 from warpweave.kernels.attention import attention
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm import fused_gemm
@@ -130,6 +131,16 @@ def test_the_paths_of_a_gpu_have_nothing_that_a_graph_would_freeze(tmp_path):
     assert len(found) == 4
     assert not any(found.values()), found
     assert all(any(name in each for each in numbers) for name in ("_adamw_scalars", "norm"))
+
+
+def test_attention_under_other_names_draws_its_dropout_seed_on_the_device():
+    q = torch.randn(1, 8, 2, 16, requires_grad=True)
+
+    def step(scale: torch.Tensor) -> None:
+        (flash_attn_func(q, q, q, dropout_p=0.2, causal=True) * scale).sum().backward()
+        q.grad = None
+
+    assert not _found(step, ONE, TWO)
 
 
 def _batch(engine: Engine) -> tuple[torch.Tensor, ...]:

@@ -78,7 +78,7 @@ def attention_forward(
     """o[B, Sq, Hq, D] of query[B, Hq, Sq, D], key[B, Hkv, Sk, D] and value[B, Hkv, Sk, Dv].
 
     The mask determines what is visible, including the window; `sliding_window` is ignored, as in
-    transformers' eager attention. Dropout draws one seed per call from torch's CPU generator.
+    transformers' eager attention. Dropout draws one seed per call from the generator of the device.
     Raises ValueError, naming the module, for an unknown argument (a bias of the scores, a paged
     cache), another mask than `make_mask`'s, attention weights, or dropout in a `Shared` module.
     """
@@ -101,7 +101,7 @@ def attention_forward(
         "causal": visible.causal, "window": visible.window,
         "documents": None if visible.documents is None else visible.documents.to(query.device),
         "scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout": dropout,
-        "dropout_seed": int(torch.randint(2**62, ())) if dropout else 0,
+        "dropout_seed": torch.randint(2**62, (), device=query.device) if dropout else 0,
     }  # fmt: skip
     o: Any
     if across is None:

@@ -230,7 +230,7 @@ class Watch:
     # ------------------------------------------------------------ 3. gradients without a sum
 
     def _refuse(self, nodes: Iterator[tuple[Any, frozenset]]) -> None:
-        """Raise ValueError if a parameter's gradient at these nodes would lack the part of other ranks."""
+        """Raise ValueError if a parameter's gradient at these nodes would lack a rank's part."""
         for node, wrong in nodes:
             leaf = getattr(node, "variable", None)
             if leaf is None or all(g is self.tp and _is_sharded(leaf) for g in wrong):
