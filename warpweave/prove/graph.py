@@ -31,7 +31,7 @@ _REPLAYS = 5  # after two steps without a graph
 def graph_safe(
     step: Callable[..., Any], *examples: Sequence[Any], warm_up: int = 2
 ) -> list[Difference]:
-    """What a CUDA graph of ``step(*arguments)`` would repeat wrongly; empty if it is safe.
+    """List what a CUDA graph of ``step(*arguments)`` would repeat wrongly; empty if it is safe.
 
     The arguments come from `examples`, at least two tuples that differ as steps do, or none for a
     step without arguments. Their tensors are copied to fixed buffers, as for a graph; a number that

@@ -66,7 +66,7 @@ class Call:
 
 
 class Difference(NamedTuple):
-    """What a CUDA graph would freeze: a number, a storage, the order of calls, or a host read."""
+    """A fault of a CUDA graph: a frozen number or storage, another order of calls, a host read."""
 
     kind: str
     call: str
@@ -277,7 +277,7 @@ def _caller() -> str:
 
 
 def compare_recordings(first: Recording, second: Recording) -> list[Difference]:
-    """What a graph of the step `first` would do wrongly in the step `second`.
+    """List what a graph of the step `first` would do wrongly in the step `second`.
 
     Every difference is listed once per line of code. After a difference in the order of calls,
     nothing can be compared.
