@@ -334,7 +334,7 @@ def test_torchruns_report_ends_with_the_reason_of_a_failure(monkeypatch, tmp_pat
     assert "  traceback : no such file\n===" in report()
 
 
-def test_a_session_leaves_its_group_at_the_end_of_the_block_but_not_after_an_error():
+def test_a_session_leaves_its_group_at_the_end_but_not_after_an_error():
     session = Session(torch.device("cpu"), 0, 1, None, 9.0, Mesh())
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     with pytest.raises(ValueError, match="planted"), session:
