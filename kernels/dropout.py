@@ -101,8 +101,8 @@ def check_key(seed: int | torch.Tensor, *counters: int) -> None:
 
 def split_drop(drop: Drop | None) -> tuple[Drop | None, tuple[torch.Tensor | None, ...]]:
     """A drop without its tensors, and these, for autograd to save; see `join_drop`."""
-    if drop is None:
-        return None, (None, None)
+    if not isinstance(drop, Drop):  # none, or not yet checked
+        return drop, (None, None)
     if not isinstance(drop.seed, torch.Tensor):
         return drop._replace(tokens=None), (None, drop.tokens)
     return drop._replace(seed=0, tokens=None), (drop.seed, drop.tokens)

@@ -148,7 +148,8 @@ def test_operators_pass_opcheck_and_compile_whole(impl):
     arguments = (state["master"], grad, state["m"], state["v"])
     step = adamw.begin_adamw(torch.tensor(1.0), impl=impl, **RATES)
     well_formed(adamw._adamw_update, *arguments, param, step, half, zero, True, impl)
-    well_formed(adamw._adamw_scalars, torch.tensor(3.0), 0.1, 0.9, 0.95, 0.1, impl)
+    for rate in (None, torch.tensor(0.1, dtype=torch.float64)):
+        well_formed(adamw._adamw_scalars, torch.tensor(3.0), rate, 0.1, 0.9, 0.95, 0.1, impl)
     well_formed(adamw._sum_of_squares, [grad, grad[:3].clone()], impl)
     for dtype in (torch.bfloat16, torch.float64):
         told_right(adamw._sum_of_squares, [grad.to(dtype)], impl)

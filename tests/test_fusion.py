@@ -278,4 +278,5 @@ def test_an_epilogue_is_named_by_what_it_does_first_and_then(activation) -> None
             residual=rest if added else None,
         )  # fmt: skip
         assert after.name == (" and ".join(words) or "bias")
-        assert after.tensors == (after.bias, after.residual, drop.tokens if dropped else None)
+        of_drop = (None, drop.tokens) if dropped else (None, None)
+        assert after.tensors == (after.bias, after.residual, *of_drop)

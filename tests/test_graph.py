@@ -20,7 +20,7 @@ from warpweave.kernels.attention import attention
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm import fused_gemm
 from warpweave.kernels.norm import layer_norm
-from warpweave.model.config import PRESETS
+from warpweave.model.config import PRESETS, GPTConfig
 from warpweave.model.engine import Engine
 from warpweave.model.engine_graph import check_capture
 from warpweave.parallel.data import optimizer
@@ -111,11 +111,23 @@ def test_a_graph_repeats_steps_bit_for_bit_on_two_ranks(layouts):
             assert proof.right, (layout, proof)
 
 
-def test_packed_documents_and_kernels_are_replayed_too():
-    """The launches of Triton kernels are recorded, and a packed step has no host read."""
-    layout = Layout(Mesh(), style="llama", dtype="fp32", packed=True, impl="triton", count=1)
-    proof = prove_graph(layout, single())
-    assert proof.right, proof
+def test_packed_documents_and_launches_of_kernels_are_replayed_too():
+    """Documents change from step to step, and the kernels are Triton's."""
+    config = GPTConfig(
+        vocab_size=32, seq_len=16, layers=1, width=16, heads=2, hidden=16, positions="rope",
+        norm="rms", dropout=0.2,
+    )  # fmt: skip
+    engines = [Engine(config, single(), impl="triton") for _ in range(2)]
+    engines[0].use_graphs(PretendedGraph)
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    for n in range(4):
+        tokens = torch.randint(0, 32, (1, 1, 16), generator=torch.Generator().manual_seed(n))
+        inputs = {"lr": 0.01 * n, "key": n, "documents": torch.tensor([[[0, 3 + n, 9 + n, 16]]])}
+        found, wanted = (e.step(tokens, tokens, ids + n, **inputs).all() for e in engines)
+        assert torch.equal(found, wanted)
+    for kind in ("param", "exp_avg", "exp_avg_sq"):
+        for (_, a, _), (_, b, _) in zip(*(e.read(kind) for e in engines), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_the_paths_of_a_gpu_have_nothing_that_a_graph_would_freeze(tmp_path):
@@ -128,7 +140,7 @@ def test_the_paths_of_a_gpu_have_nothing_that_a_graph_would_freeze(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     numbers = found.pop("numbers")
-    assert len(found) == 4
+    assert len(found) == 2
     assert not any(found.values()), found
     assert all(any(name in each for each in numbers) for name in ("_adamw_scalars", "norm"))
 

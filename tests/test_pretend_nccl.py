@@ -415,7 +415,8 @@ FAULTS = {
         "gpipe", lambda: (Plant(Distributed, "send", _free_at_once),), "has under way"
     ),
     "what was received is written to before its backward": Fault(
-        "gpipe", lambda: (instead(transport, "_LAST", ("F",)),), "another number|inplace operation"
+        "gpipe", lambda: (instead(transport, "FINISHES", ("F",)),),
+        "another number|inplace operation",
     ),
     "an exchange is two operations": Fault(
         "ring", lambda: (instead(messages, "start_batch", _unbatched),), "ranks .* wait: "

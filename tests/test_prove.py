@@ -1128,7 +1128,7 @@ OPTIONS = {
     "dtype": ("bf16", {}),
     "device": ("cuda", {}),
     "impl": ("triton", {}), "timeout": (9.0, {}),
-    "typecheck": (True, {}), "model": ("small", {"typecheck": True}),
+    "graph": (True, {}), "typecheck": (True, {}), "model": ("small", {"typecheck": True}),
 }  # fmt: skip
 SEEN_BY_TYPES = {"outer", "dp", "tp", "cp", "pp", "sequence_parallel", "style", "tied", "recompute",
                  "layout"}  # fmt: skip
@@ -1139,7 +1139,7 @@ def _told(chosen: dict) -> str:
     told, line = [], io.StringIO()
     with (
         mock.patch.object(options, "all_layouts", lambda world, _: [Layout(Mesh(dp=world))]),
-        mock.patch.object(command, "prove_rank", lambda *args: told.append(args[:2])),
+        mock.patch.object(command, "prove_rank", lambda *args, **how: told.append((args[:2], how))),
         mock.patch.object(command, "launch", lambda entry, args, *_, **how: told.append(args[:2])),
         mock.patch.object(gpus, "choose_backend", lambda ranks, asked: told.append(ranks)),
         mock.patch.object(typechecks, "typecheck", lambda *of, **how: told.append((of, how))),

@@ -155,7 +155,7 @@ def check(rank: int, broken: bool = False) -> list[str]:
     chosen = cases()
     if broken:  # dims that must be whole, sharded as if each rank could compute its part alone
         sharding.rope_op.sharding = "___d, _d, _d -> ___d"
-        sharding.attention_op.sharding = "_s__, _s__, _s__, _, _, _ -> _s__, __s"
+        sharding.attention_op.sharding = "_s__, _s__, _s__, _, _, , _ -> _s__, __s"
         rotate, rope_args, *_ = chosen["rope heads"]
         attend, qkv, *_ = chosen["attention heads"]
         chosen = {

@@ -10,16 +10,14 @@ from host_time import NARROW, pretended_gpu
 from warpweave.model.config import PRESETS, ParallelPlan
 from warpweave.model.engine import Engine
 from warpweave.model.engine_graph import as_tensors
-from warpweave.parallel.data.optimizer import SGD, AdamW, Muon, Rule
+from warpweave.parallel.data.optimizer import AdamW, Muon, Rule
 from warpweave.parallel.mesh import Mesh
 from warpweave.prove import graph_safe
 from warpweave.prove.recording import PretendedGraph
 
 CASES = {
     "gpt2 bf16": ("gpt2", torch.bfloat16, AdamW()),
-    "gpt2 fp16": ("gpt2", torch.float16, Muon(dtype=torch.float16)),
-    "llama bf16": ("llama-1b", torch.bfloat16, AdamW()),
-    "llama fp32": ("llama-1b", torch.float32, SGD()),
+    "llama fp16": ("llama-1b", torch.float16, Muon(dtype=torch.float16)),
 }
 
 

@@ -128,7 +128,7 @@ def _stays(right):
 
 
 FAULTS = {
-    "engine": Plant(proof, "_engine", _moved_home),
+    "engine": Plant(proof, "make_engine", _moved_home),
     "plain model's batch": Plant(expected, "_on", _stays),
 }
 
