@@ -113,6 +113,7 @@ TRAIN = {
     "device": Row("--device cpu", {"join backend"}),
     "impl": Row("--impl torch", {"engine.impl", "rule.impl"}),
     "tiles": Row("--tiles tiles.json", {"tiles"}),
+    "cuda_graph": Row("--cuda-graph", {"engine.cuda_graph"}),
     "check_every": Row("--check-every 3", {"compared"}),
     "check_collectives": Row("--check-collectives", {"compared"}),
     "timeout": Row("--timeout 77", {"engine.timeout", "join timeout", "mesh timeout"}),

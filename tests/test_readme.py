@@ -165,7 +165,7 @@ def test_nothing_of_the_pages_is_passed_over():
     commands = Counter(page for page, *_ in COMMANDS)
     pages = {"from_hugging_face.md", "from_liger.md", "from_flash_attention.md", "from_nanogpt.md",
              "from_transformer_engine.md", "train_from_scratch.md", "which_layout.md"}  # fmt: skip
-    assert set(programs) == pages | {"README.md", "index.md", "library.md"}
+    assert set(programs) == pages | {"README.md", "index.md", "library.md", "commands.md"}
     assert (programs["README.md"], programs["library.md"]) == (2, 5)
     assert set(CHECKS) <= {(page, n) for page, n, _ in (program.values for program in PROGRAMS)}
     assert commands["README.md"] >= 3

@@ -115,6 +115,7 @@ def prove_graph(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> G
 
     Examples:
         >>> from warpweave import Mesh
+        >>> from warpweave.prove import Layout
         >>> prove_graph(Layout(Mesh(), dtype="bf16"), Mesh().connect()).right
         True
     """

@@ -66,7 +66,12 @@ class Call:
 
 
 class Difference(NamedTuple):
-    """A fault of a CUDA graph: a frozen number or storage, another order of calls, a host read."""
+    """A fault of a CUDA graph: a frozen number or storage, another order of calls, a host read.
+
+    Examples:
+        >>> print(Difference("number", "aten.mul_.Tensor", "train:9 step", "1.0", "2.0"))
+        aten.mul_.Tensor at train:9 step: a number is 1.0 in the first step and 2.0 in the second
+    """
 
     kind: str
     call: str
