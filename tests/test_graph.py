@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -22,11 +21,13 @@ from warpweave.kernels.gemm import fused_gemm
 from warpweave.kernels.norm import layer_norm
 from warpweave.model.config import PRESETS, GPTConfig
 from warpweave.model.engine import Engine
-from warpweave.model.engine_graph import check_capture
+from warpweave.model.engine_graph import StepGraphs, check_capture
+from warpweave.model.engine_update import StepResult
 from warpweave.parallel.data import optimizer
 from warpweave.parallel.mesh import Mesh, single
 from warpweave.prove import Layout, graph_safe, prove_graph
 from warpweave.prove.recording import PretendedGraph, Recording
+from warpweave.train.options import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -161,23 +162,51 @@ def _batch(engine: Engine) -> tuple[torch.Tensor, ...]:
 
 
 def test_shapes_are_captured_separately_and_only_so_many():
-    """Documents of another count are another shape. Steps without an update are not captured."""
-    engine, graphs = Engine(PRESETS["toy"], single()), []
+    """Numbers and 0-dim tensors share a graph. After four shapes, steps run without one."""
+    made, runs = [], []
 
-    def new_graph():
-        graphs.append(PretendedGraph())
-        return graphs[-1]
+    class Counted(PretendedGraph):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
 
-    engine.use_graphs(new_graph)
-    batch = _batch(engine)
-    engine.step(*batch, lr=None)
-    assert not graphs
-    engine.step(*batch, lr=1e-3)
-    engine.step(*batch, lr=torch.tensor(1e-3, dtype=torch.float64))
-    assert len(graphs) == 2
-    with mock.patch("warpweave.model.engine_graph._SHAPES", 2):
-        engine.step(*batch, lr=1e-3, key=torch.tensor(1))
-    assert len(graphs) == 2
+    def step(tokens, lr):
+        runs.append(tokens.shape)
+        return StepResult({"loss": tokens.sum() * lr}, *(lr.clone() for _ in range(4)))
+
+    graphs = StepGraphs(step, Counted)
+    for size in range(1, 7):
+        for n in range(5):
+            lr = 0.5 * n if n % 2 else torch.tensor(0.5 * n, dtype=torch.float64)
+            result = graphs({"tokens": torch.full((size,), float(n)), "lr": lr})
+            assert result.loss.item() == size * n * 0.5 * n
+        assert len(made) == min(size, 4)
+        assert runs.count((size,)) == (3 if size <= 4 else 5)
+    graphs.reset()
+    assert not any(graph.recording.calls for graph in made)
+
+
+def test_an_eager_step_between_replays_is_waited_for():
+    """A step with `on_action` has no graph and may leave an all-gather of weights (ZeRO 1)."""
+    engines = [Engine(PRESETS["toy"], single()) for _ in range(2)]
+    engines[0].use_graphs(PretendedGraph)
+    batch = _batch(engines[0])
+    for n in range(6):
+        marks = (lambda rank, index: None) if n == 4 else None
+        found, wanted = (e.step(*batch, lr=0.01, key=n, on_action=marks).all() for e in engines)
+        assert torch.equal(found, wanted)
+
+
+def test_a_failed_capture_changes_nothing_and_is_not_used_again():
+    count, graph = torch.zeros(()), PretendedGraph()
+
+    def step():
+        count.add_(1)
+        raise KeyError("a fault")
+
+    with pytest.raises(KeyError, match="a fault"):
+        graph.capture(step)
+    assert count.item() == 0
 
 
 @pytest.mark.parametrize(
@@ -191,12 +220,21 @@ def test_shapes_are_captured_separately_and_only_so_many():
         (Mesh(outer=2), {}, "need one replica, got 2 outer replicas"),
         (Mesh(tp=2), {"overlap": "fused", "impl": "triton"}, "none, bulk, or chunked, got 'fused'"),
         (Mesh(), {"packed": True}, "packed documents need impl 'triton', got 'torch'"),
+        (Mesh(dp=2), {"packed": True, "impl": "triton"}, "documents need one rank, got 2"),
+        (Mesh(cp=2), {"layout": "balanced"}, "a layout other than 'balanced'"),
     ],
 )
 def test_a_layout_that_cannot_be_captured_is_refused_by_name(mesh, options, message):
     layout = Layout(mesh, **options)
     with pytest.raises(ValueError, match=message):
         check_capture(layout.plan, layout.mesh, layout.impl, packed=layout.packed)
+
+
+@pytest.mark.parametrize("words", [["--check-collectives"], ["--elastic", "1", "--dp", "2"]])
+def test_options_that_need_every_call_are_refused_with_graphs(words):
+    config = parse(["--model", "toy", "--cuda-graph", *words])
+    with pytest.raises(ValueError, match=r"^cuda_graph does not support (check_collec|elastic)"):
+        config.check()
 
 
 def test_a_cpu_has_no_cuda_graphs():
@@ -261,6 +299,12 @@ class _Faults:
 
     def data_dependent_shape(self, x):
         return X[x < X]
+
+    def mask_of_values(self, x):
+        return X[x > X]
+
+    def comparison_on_the_host(self, x):
+        return X if torch.allclose(X, x) else X * x
 
     def another_dtype(self, x):
         self.n += 1
@@ -360,3 +404,7 @@ def test_a_recording_keeps_the_order_of_forward_backward_and_resizes():
 def test_graph_safe_needs_steps_to_compare():
     with pytest.raises(ValueError, match="needs two or more examples"):
         graph_safe(lambda x: x, ONE)
+    with pytest.raises(
+        ValueError, match=r"equal shapes and dtypes, got \[\] torch.float32 and \[2\]"
+    ):
+        graph_safe(lambda x: x, ONE, (torch.ones(2),))

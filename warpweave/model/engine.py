@@ -20,7 +20,7 @@ from warpweave.kernels.gemm.mainloop import leaving
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.layers.modes import in_mode
 from warpweave.model.config import GPTConfig, ParallelPlan
-from warpweave.model.engine_checks import check_batch, check_int64, check_packing
+from warpweave.model.engine_checks import check_batch, check_int64, check_numbers, check_packing
 from warpweave.model.engine_graph import Graph, StepGraphs, check_capture, cuda_graph_on
 from warpweave.model.engine_passes import OpenPasses, StepPasses, make_lists, warm_up
 from warpweave.model.engine_text import continue_text
@@ -28,7 +28,7 @@ from warpweave.model.engine_update import EngineStage, RankUpdate, StageUpdate, 
 from warpweave.model.generate import Sampling
 from warpweave.model.gpt import GPT, MicroBatch
 from warpweave.parallel.collectives import Pending, gather, start_all_reduce_
-from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule, check_lr
+from warpweave.parallel.data.optimizer import AdamW, LossScale, Rule
 from warpweave.parallel.data.ordered import exact_sum
 from warpweave.parallel.data.outer import SUM, OuterOptimizer, OuterRule
 from warpweave.parallel.data.unit import Unit, guard_state_dict, read_units, version_age
@@ -258,8 +258,7 @@ class Engine:
     ) -> Pending:
         """Launch `step`; wait for its `StepResult` later. With an asynchronous schedule, ranks then
         begin their next step without waiting for other ranks' losses."""
-        if lr is not None:
-            check_lr(lr)
+        check_numbers(lr, key)
         if halted is not None and self.outer is not None and self.outer.acts_next:
             raise ValueError("`halted` must be None in a step after which replicas synchronize")
         if self.passes.asynchronous and (lr is None or halted is not None):
@@ -274,6 +273,8 @@ class Engine:
         if self.graphs is None or lr is None or on_action is not None:
             return self._begin(**inputs, **more, halted=halted, on_action=on_action)
         self._check_capture(packed=documents is not None)
+        for unit in self.units:
+            unit.parameters.wait()  # a step without a graph may have left an all-gather
         result = self.graphs(inputs | more | {"halted": 0.0 if halted is None else halted})
         return Pending(None, lambda: result)
 
@@ -285,7 +286,7 @@ class Engine:
         def whole(**inputs: Any) -> StepResult:
             result = self._begin(**inputs).wait()
             for unit in self.units:
-                unit.parameters.wait()  # a graph must end what it starts
+                unit.parameters.wait()  # all communication must finish within the graph
             return result
 
         self.graphs = StepGraphs(whole, new_graph)

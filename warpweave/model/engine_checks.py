@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from warpweave.kernels.attention.options import check_packed
+from warpweave.kernels.dropout import check_key
+from warpweave.parallel.data.optimizer import check_lr
 
 
 def check_int64(**given: Tensor) -> None:
@@ -14,6 +16,13 @@ def check_int64(**given: Tensor) -> None:
         if not isinstance(x, Tensor) or x.dtype != torch.int64:
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} must be int64, got {kind}")
+
+
+def check_numbers(lr: float | Tensor | None, key: int | Tensor) -> None:
+    """Raise ValueError unless a step's learning rate and dropout key are in range."""
+    if lr is not None:
+        check_lr(lr)
+    check_key(key, 0)
 
 
 def check_packing(documents: Tensor | None, tokens: Tensor) -> None:

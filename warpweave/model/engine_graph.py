@@ -9,6 +9,7 @@ a step has no other number that changes, and that a replay computes what the ste
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,45 +31,57 @@ class Graph(Protocol):
         ...
 
     def capture(self, step: Callable[[], Any]) -> Any:
-        """Record `step` without any effect, and return the tensors that each replay sets."""
+        """Record `step` without running it, and return the tensors that each replay sets."""
         ...
 
     def replay(self) -> None:
         """Run the captured step."""
         ...
 
+    def reset(self) -> None:
+        """Free the captured step."""
+        ...
+
 
 class CudaGraph:
-    """A ``torch.cuda.CUDAGraph`` with a stream of its own."""
+    """A ``torch.cuda.CUDAGraph`` of a device, with a stream of its own."""
 
-    def __init__(self) -> None:
-        self._graph, self._stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._graph, self._stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
 
     def warm_up(self, step: Callable[[], Any]) -> Any:
         """Run `step` on the stream of the capture, whose buffers it allocates."""
-        outside = torch.cuda.current_stream()
-        self._stream.wait_stream(outside)
-        with torch.cuda.stream(self._stream):
-            result = step()
-        outside.wait_stream(self._stream)
+        with torch.cuda.device(self._device):
+            outside = torch.cuda.current_stream()
+            self._stream.wait_stream(outside)
+            with torch.cuda.stream(self._stream):
+                result = step()
+            outside.wait_stream(self._stream)
         return result
 
     def capture(self, step: Callable[[], Any]) -> Any:
         """Capture `step`; other threads, such as NCCL's watchdog, may call CUDA meanwhile."""
         how: Any = {"stream": self._stream, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(self._graph, **how):
+        with torch.cuda.device(self._device), torch.cuda.graph(self._graph, **how):
             return step()
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
-        self._graph.replay()
+        with torch.cuda.device(self._device):
+            self._graph.replay()
+
+    def reset(self) -> None:
+        """Free the graph."""
+        self._graph.reset()
 
 
-def cuda_graph_on(device: torch.device) -> type[CudaGraph]:
-    """The graphs of a CUDA device; ValueError for another one."""
+def cuda_graph_on(device: torch.device) -> Callable[[], CudaGraph]:
+    """Return what makes graphs of a CUDA device; ValueError for another device."""
     if device.type != "cuda":
         raise ValueError(f"cuda_graph=True needs a CUDA device, got {device}")
-    return CudaGraph
+    return partial(CudaGraph, device)
 
 
 class StepGraphs:
@@ -88,13 +101,23 @@ class StepGraphs:
     def __call__(self, inputs: Mapping[str, Tensor | float | None]) -> StepResult:
         """Run a step with these inputs; numbers become tensors on the device of the others."""
         given = {name: x for name, x in inputs.items() if x is not None}
-        shapes = tuple((n, x.shape, x.dtype) for n, x in given.items() if isinstance(x, Tensor))
+        shapes = tuple((n, x.shape) for n, x in given.items() if isinstance(x, Tensor) and x.ndim)
         if shapes not in self._graphs:
             if len(self._graphs) == _SHAPES:
                 return self.step(**as_tensors(given))
             static = {name: x.clone() for name, x in as_tensors(given).items()}
             self._graphs[shapes] = _Captured(self._new_graph(), self.step, static)
-        return self._graphs[shapes].run(given)
+        try:
+            return self._graphs[shapes].run(given)
+        except BaseException:
+            self._graphs.pop(shapes).reset()  # a failed capture cannot be used again
+            raise
+
+    def reset(self) -> None:
+        """Free all graphs. Needed before NCCL's groups are destroyed, which waits for them."""
+        for captured in self._graphs.values():
+            captured.reset()
+        self._graphs.clear()
 
 
 def as_tensors(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -134,6 +157,9 @@ class _Captured:
         self._graph.replay()
         return self._result.clone()  # the next replay overwrites these tensors
 
+    def reset(self) -> None:
+        self._graph.reset()
+
     def _whole(self) -> StepResult:
         return self._step(**self._static)
 
@@ -157,6 +183,15 @@ def check_capture(plan: ParallelPlan, mesh: Mesh, impl: str, *, packed: bool = F
         raise ValueError(
             "CUDA graphs need overlap none, bulk, or chunked, got 'fused', whose kernels exchange "
             "memory addresses between ranks"
+        )
+    if plan.layout == "balanced" and mesh.cp > 1:
+        raise ValueError(
+            "CUDA graphs need a layout other than 'balanced', whose rows are chosen on the host"
+        )
+    if packed and mesh.world > 1:
+        raise ValueError(
+            f"CUDA graphs of packed documents need one rank, got {mesh.world}, because the number "
+            "of documents differs between ranks"
         )
     if packed and impl == "torch":
         raise ValueError(

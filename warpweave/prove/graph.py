@@ -1,6 +1,6 @@
 """Proof that CUDA graphs of a step compute what the step computes, on any device.
 
-`graph_safe` runs a step twice with different data and lists what a graph would repeat wrongly.
+`graph_safe` runs a step twice with different data and lists what would go wrong in a graph.
 `prove_graph` does this for the engine's step under a layout. It then trains two engines, of which
 one replays a captured step, and compares every bit.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from warpweave.kernels.runtime.transfer import upload
-from warpweave.model.engine_graph import CudaGraph, as_tensors
+from warpweave.model.engine_graph import as_tensors, cuda_graph_on
 from warpweave.parallel.exchange import exchange
 from warpweave.parallel.mesh import ConnectedMesh
 from warpweave.prove.expected import KEY, RATES, batch, documents
@@ -31,15 +31,17 @@ _REPLAYS = 5  # after two steps without a graph
 def graph_safe(
     step: Callable[..., Any], *examples: Sequence[Any], warm_up: int = 2
 ) -> list[Difference]:
-    """List what a CUDA graph of ``step(*arguments)`` would repeat wrongly; empty if it is safe.
+    """List what would go wrong in a CUDA graph of ``step(*arguments)``; empty if it is safe.
 
     The arguments come from `examples`, at least two tuples that differ as steps do, or none for a
-    step without arguments. Their tensors are copied to fixed buffers, as for a graph; a number that
-    differs is found where it is used. `step` runs `warm_up` times first. It works on any device,
-    on plain Python code over torch's operators, collectives and Triton kernels, forward, backward
-    and update. A host read of memory that bypasses torch is not seen.
+    step without arguments. Their tensors are copied to fixed buffers, as for a graph; if a number
+    differs, the report names the line that uses it. `step` really runs, `warm_up` times first and
+    once per example, and all of its intermediate tensors are kept. This works on any device, with
+    torch's operators, collectives and Triton kernels on plain tensors. It does not see memory that
+    is read or written without torch, what an operator does inside, nor work that is never waited
+    for.
 
-    Raises ValueError if there is only one example.
+    Raises ValueError if there is only one example, or if shapes or dtypes differ.
 
     Examples:
         >>> x, scale = torch.ones(4), [1.0]
@@ -64,7 +66,7 @@ def _recorded_steps(
     if len(examples) == 1:
         raise ValueError("graph_safe compares steps, so it needs two or more examples, or none")
     examples = examples or ((), ())
-    static = tree_map_only(Tensor, torch.clone, tuple(examples[0]))
+    static = tree_map_only(Tensor, lambda x: x.detach().clone(), tuple(examples[0]))
     recordings = []
     for number in range(-warm_up, len(examples)):
         arguments = tree_map(_filled, static, tuple(examples[number % len(examples)]))
@@ -77,7 +79,14 @@ def _recorded_steps(
 
 def _filled(into: Any, x: Any) -> Any:
     """A tensor's fixed buffer with the values of `x`, or `x` if it is no tensor."""
-    return into.copy_(x) if isinstance(into, Tensor) else x
+    if not isinstance(into, Tensor):
+        return x
+    if (x.shape, x.dtype) != (into.shape, into.dtype):
+        raise ValueError(
+            f"examples must have equal shapes and dtypes, got {[*into.shape]} {into.dtype} and "
+            f"{[*x.shape]} {x.dtype}"
+        )
+    return into.copy_(x.detach())
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ class GraphProof:
     Attributes:
         calls: number of recorded calls of a step on this rank.
         replays: number of steps that were replayed.
-        differences: what a graph would repeat wrongly, as sentences that name the rank.
+        differences: what would go wrong in a graph, as sentences that name the rank.
         unequal: sentences about numbers whose bits differ between replayed and ordinary steps.
 
     Examples:
@@ -110,7 +119,7 @@ def prove_graph(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> G
     """Compare steps under `layout` with replays of a captured step; collective, and the result is
     the same on every rank, except `calls`.
 
-    On a CPU the graph is pretended (`PretendedGraph`). Raises ValueError for a layout whose steps
+    On a CPU, the graph is simulated (`PretendedGraph`). Raises ValueError for a layout whose steps
     cannot be captured.
 
     Examples:
@@ -119,9 +128,9 @@ def prove_graph(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> G
         >>> prove_graph(Layout(Mesh(), dtype="bf16"), Mesh().connect()).right
         True
     """
-    new_graph = CudaGraph if layout.device == "cuda" else PretendedGraph
     eager, replayed = (make_engine(layout, mesh, timeout) for _ in range(2))
-    replayed.use_graphs(new_graph)
+    cuda = replayed.device.type == "cuda"
+    replayed.use_graphs(cuda_graph_on(replayed.device) if cuda else PretendedGraph)
     unequal = dict[str, None]()
     for number in range(2 + _REPLAYS):
         inputs = _inputs(layout, mesh, number)
@@ -140,6 +149,7 @@ def prove_graph(layout: Layout, mesh: ConnectedMesh, timeout: float = 60.0) -> G
     texts = [f"{each} on {where}" for other in others for each in compare_recordings(first, other)]
     ranks = exchange([texts, list(unequal)], mesh.group("world"))
     every = (tuple(dict.fromkeys(x for rank in ranks for x in rank[i])) for i in (0, 1))
+    replayed.graphs.reset()
     return GraphProof(len(first.calls), _REPLAYS, *every)
 
 

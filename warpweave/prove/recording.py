@@ -5,7 +5,7 @@ order. What a step reads on the host, or passes as a number that changes, is the
 error. All of this is visible without a GPU, where a step calls torch's dispatcher:
 
     Recording          the calls of a step, with their numbers, and their tensors by storage
-    compare_recordings of two recordings: what a graph of the first would do wrongly in the second
+    compare_recordings of two recordings: what a graph of the first gets wrong in the second
     PretendedGraph     captures a step on any device, and replays its calls on the same storages
 
 A call is an operator of torch or of this library, a collective, a launch of a Triton kernel, or a
@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from warpweave.kernels.runtime.dispatch import HAS_TRITON
 
+_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "_unique2", "masked_select")
 _TO_HOST = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _LATER = ("send", "recv_")  # messages that must be started on both sides before one is waited for
@@ -82,7 +83,7 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         found = {
             "host read": "the host reads a result",
-            "order": f"the first step calls {self.first}, the second {self.second}",
+            "order": f"the first step calls {self.first} where the second calls {self.second}",
         }
         usual = f"a {self.kind} is {self.first} in the first step and {self.second} in the second"
         return f"{self.call} at {self.where}: {found.get(self.kind, usual)}"
@@ -131,19 +132,23 @@ class Recording(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         given = tree_flatten((args, kwargs))[0]
+        if foreign := [t for t in types if t not in (Tensor, torch.nn.Parameter)]:
+            raise TypeError(f"a recording needs plain tensors, got {foreign[0].__name__}")
         values = [self._value(x) for x in given]
+        held_args, held_kwargs = tree_map_only(Tensor, torch.ops.aten.alias, (args, kwargs))
         out = func(*args, **kwargs)
         made = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
         fresh = [x.untyped_storage()._cdata not in self._names for x in made]
         values += [self._value(x, made=True) for x in made]
-        held_args, held_kwargs = tree_map_only(Tensor, torch.ops.aten.alias, (args, kwargs))
         results = [torch.ops.aten.alias(x) if new else None for x, new in zip(made, fresh)]
         allocates = func.overloadpacket.__name__.startswith(("empty", "new_empty"))
 
         def again() -> list[Any]:
             return [] if allocates else _repeat(func, held_args, held_kwargs, results)
 
-        reads = func.overloadpacket.__name__ in _READS
+        reads = func.overloadpacket.__name__ in _READS or not _VALUES.isdisjoint(func.tags)
+        if func is torch.ops.aten.index.Tensor:  # only masks have a shape that depends on values
+            reads = any(isinstance(x, Tensor) and x.dtype == torch.bool for x in given)
         self._note(str(func), values, again, reads)
         return out
 
@@ -350,13 +355,15 @@ class PretendedGraph:
 
         Raises RuntimeError if the host reads a result, as a capture does.
         """
-        with self.recording:
-            result = step()
-        for storage, held in self._saved:
-            if storage.nbytes() != len(held):
-                storage.resize_(len(held))
-            _bytes(storage).copy_(held)
-        self._saved.clear()
+        try:
+            with self.recording:
+                result = step()
+        finally:
+            for storage, held in self._saved:
+                if storage.nbytes() != len(held):
+                    storage.resize_(len(held))
+                _bytes(storage).copy_(held)
+            self._saved.clear()
         read = next((call for call in self.recording.calls if call.reads), None)
         if read is not None:
             raise RuntimeError(
@@ -376,6 +383,10 @@ class PretendedGraph:
             work += call.again()
         for each in work:
             each.wait()
+
+    def reset(self) -> None:
+        """Forget the captured calls."""
+        self.recording.calls.clear()
 
     def _save(self, storage: torch.UntypedStorage) -> None:
         self._saved.append((storage, _bytes(storage).clone()))

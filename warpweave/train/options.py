@@ -451,6 +451,9 @@ class TrainConfig(
         if self.cuda_graph:
             from warpweave.model.engine_graph import check_capture
 
+            if self.check_collectives or self.elastic:
+                name = "elastic" if self.elastic else "check_collectives"
+                raise ValueError(f"cuda_graph does not support {name}; leave one of them out")
             check_capture(self.plan, self.mesh, self.impl or "triton", packed=self.packed)
         if self.init_from is not None:
             from warpweave.convert.source import check_same_model
