@@ -38,7 +38,7 @@ if not ON_GPU:
 # Files that take half a minute or more, in the order in which parallel workers should start them.
 _LONGEST = (
     "deaths", "launch", "prove", "hf_adapters", "hf_hooks", "declare_rules", "agree",
-    "compile_counts", "train", "hf", "benchmarks",
+    "compile_counts", "train", "hf", "benchmarks", "graph",
     "attention", "fused", "gemm", "planted_faults", "compiles", "tune", "gpt", "zero", "typecheck",
     "hf_training", "hf_parallel", "elastic", "checkpoint", "attention_mask", "restart",
     "overlap_fuzz", "generate", "styles", "packaging",

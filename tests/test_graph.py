@@ -83,9 +83,9 @@ def _prove(rank: int, layouts: list[Layout]) -> list:
     return [prove_graph(layout, layout.mesh.connect(), 300.0) for layout in layouts]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
 @pytest.mark.parametrize(
-    ("style", "dtype"), [("gpt2", "fp16"), ("qwen", "bf16"), ("llama", "fp32")]
+    ("style", "dtype", "optimizer"),
+    [("gpt2", "fp16", "adamw"), ("qwen", "bf16", "muon"), ("llama", "fp32", "sgd")],
 )
 def test_a_graph_repeats_steps_bit_for_bit_on_one_device(style, dtype, optimizer):
     layout = Layout(Mesh(), style=style, dtype=dtype, optimizer=optimizer, recompute="full")
