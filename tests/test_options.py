@@ -169,7 +169,7 @@ class Engine:
 
     def __init__(self, seen: dict[str, Any], model, mesh, plan, **options) -> None:
         self.seen, self.count, self.mesh, self.outer = seen, 0, mesh, None
-        self.device = torch.device("cpu")
+        self.device, self.graphs = torch.device("cpu"), None
         outer = options.pop("outer")
         seen |= {f"outer.{f.name}": getattr(outer, f.name, None) for f in fields(OuterRule)}
         rule, device = options.pop("rule"), options.pop("device")

@@ -60,8 +60,6 @@ def train_rank(
                 say(trainer.engine.gpt.explain_context(config.batch))
         result = trainer.run()
         session.beat(trainer.step, "closing")
-        if (graphs := trainer.engine.graphs) is not None:
-            graphs.reset()  # NCCL's groups cannot end before
         session.close()
     if session.rank == 0:
         print(json.dumps(result), flush=True)

@@ -380,6 +380,8 @@ class Trainer:
         if not self.stopped and c.sample:
             self.session.beat(self.step, "sampling")
             text = self._sample_text()
+        if self.engine.graphs is not None:
+            self.engine.graphs.reset()  # NCCL's groups cannot end before
         if self.metrics is not None:
             if self.stopped:
                 say(resume.saved_line(self.step))
