@@ -20,12 +20,7 @@ from warpweave.kernels.gemm.mainloop import leaving
 from warpweave.kernels.runtime.dispatch import choose
 from warpweave.layers.modes import in_mode
 from warpweave.model.config import GPTConfig, ParallelPlan
-from warpweave.model.engine_checks import (
-    check_batch,
-    check_int64,
-    check_packing,
-    check_step_numbers,
-)
+from warpweave.model.engine_checks import check_batch, check_int64, check_packing, check_step
 from warpweave.model.engine_graph import Graph, StepGraphs, check_capture, cuda_graph_on
 from warpweave.model.engine_passes import OpenPasses, StepPasses, make_lists, warm_up
 from warpweave.model.engine_text import continue_text
@@ -263,7 +258,7 @@ class Engine:
     ) -> Pending:
         """Launch `step`; wait for its `StepResult` later. With an asynchronous schedule, ranks then
         begin their next step without waiting for other ranks' losses."""
-        check_step_numbers(lr, key)
+        check_step(lr, key)
         if halted is not None and self.outer is not None and self.outer.acts_next:
             raise ValueError("`halted` must be None in a step after which replicas synchronize")
         if self.passes.asynchronous and (lr is None or halted is not None):

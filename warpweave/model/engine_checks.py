@@ -18,7 +18,7 @@ def check_int64(**given: Tensor) -> None:
             raise ValueError(f"{name} must be int64, got {kind}")
 
 
-def check_step_numbers(lr: float | Tensor | None, key: int | Tensor) -> None:
+def check_step(lr: float | Tensor | None, key: int | Tensor) -> None:
     """Raise ValueError unless a step's learning rate and dropout key are in range."""
     if lr is not None:
         check_lr(lr)
