@@ -134,8 +134,12 @@ def _adamw_kernel(
 
 def _adamw_torch(master, grad, m, v, param, step: AdamWStep, grad_scale, skip, decay) -> None:
     """torch's fused AdamW, without its grad_scale, which divides and overwrites the gradient."""
-    n, lr = master.numel(), step.lr
-    found_inf = None if skip is None else (skip != 0).float()
+    n, found_inf, lr = master.numel(), None, step.lr
+    if skip is not None and skip.device.type == "cpu":
+        if skip.item() != 0:  # no sync on a CPU
+            return
+    elif skip is not None:
+        found_inf = (skip != 0).float()
     if isinstance(lr, torch.Tensor) and lr.is_cuda:  # torch reads fp32 there
         lr = lr.float()
     plain = grad_scale is None and grad.dtype == m.dtype and param is None
@@ -301,7 +305,9 @@ def adamw_update(
     decay applies."""
     impl = choose(impl, master, grad, m, v, step.scalars, grad_scale, skip, param)
     _check_shards(master, grad, m, v, param, grad_scale, skip)
-    direct = impl == "torch" and not torch.compiler.is_compiling()
+    # A mode, such as a recording, sees the whole operator: on a CPU its torch path reads `skip`.
+    seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    direct = impl == "torch" and not seen
     update = _adamw_update.run if direct else _adamw_update
     update(master, grad, m, v, param, step, grad_scale, skip, decay, impl)
 

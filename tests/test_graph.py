@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from warpweave.kernels.attention import attention
 from warpweave.kernels.dropout import Drop, dropout
 from warpweave.kernels.gemm import fused_gemm
 from warpweave.kernels.norm import layer_norm
-from warpweave.model.config import PRESETS, GPTConfig
+from warpweave.model.config import PRESETS, GPTConfig, ParallelPlan
 from warpweave.model.engine import Engine
 from warpweave.model.engine_graph import StepGraphs, check_capture
 from warpweave.model.engine_update import StepResult
@@ -170,31 +171,53 @@ def test_shapes_are_captured_separately_and_only_so_many():
             super().__init__()
             made.append(self)
 
-    def step(tokens, lr):
+    def step(tokens, lr, halted=0.0):
         runs.append(tokens.shape)
-        return StepResult({"loss": tokens.sum() * lr}, *(lr.clone() for _ in range(4)))
+        return StepResult({"loss": tokens.sum() * lr + halted}, *torch.zeros(4))
 
-    graphs = StepGraphs(step, Counted)
+    graphs, kept, wanted = StepGraphs(step, Counted), [], []
     for size in range(1, 7):
-        for n in range(5):
+        for n in range(6):
             lr = 0.5 * n if n % 2 else torch.tensor(0.5 * n, dtype=torch.float64)
-            result = graphs({"tokens": torch.full((size,), float(n)), "lr": lr})
-            assert result.loss.item() == size * n * 0.5 * n
+            halted = torch.tensor(1.0) if n == 3 else None
+            inputs = {"tokens": torch.full((size,), float(n)), "lr": lr, "halted": halted}
+            kept.append(graphs(inputs).loss)
+            wanted.append(size * n * 0.5 * n + (n == 3))
         assert len(made) == min(size, 4)
-        assert runs.count((size,)) == (3 if size <= 4 else 5)
+        assert runs.count((size,)) == (3 if size <= 4 else 6)
+    assert [loss.item() for loss in kept] == wanted  # a replay does not change earlier results
     graphs.reset()
     assert not any(graph.recording.calls for graph in made)
 
 
-def test_an_eager_step_between_replays_is_waited_for():
-    """A step with `on_action` has no graph and may leave an all-gather of weights (ZeRO 1)."""
-    engines = [Engine(PRESETS["toy"], single()) for _ in range(2)]
-    engines[0].use_graphs(PretendedGraph)
-    batch = _batch(engines[0])
+class _Settled(PretendedGraph):
+    """Checks before each replay that no all-gather of weights is pending."""
+
+    units: ClassVar[list] = []
+
+    def replay(self) -> None:
+        assert all(unit.parameters._gather is None for unit in self.units)
+        super().replay()
+
+
+def _eager_step_between_replays(rank: int) -> list[bool]:
+    mesh = Mesh(dp=2).connect()
+    engines = [Engine(PRESETS["toy"], mesh, ParallelPlan(zero=1)) for _ in range(2)]
+    engines[0].use_graphs(_Settled)
+    _Settled.units, pending = engines[0].units, []
+    batch, equal = _batch(engines[0]), []
     for n in range(6):
         marks = (lambda rank, index: None) if n == 4 else None
         found, wanted = (e.step(*batch, lr=0.01, key=n, on_action=marks).all() for e in engines)
-        assert torch.equal(found, wanted)
+        equal.append(torch.equal(found, wanted))
+        pending.append(any(unit.parameters._gather is not None for unit in engines[0].units))
+    return [*equal, pending[4]]
+
+
+def test_an_eager_step_between_replays_is_waited_for():
+    """A step with `on_action` has no graph and leaves an all-gather of weights (ZeRO 1)."""
+    for results in run_ranks(2, _eager_step_between_replays):
+        assert all(results)
 
 
 def test_a_failed_capture_changes_nothing_and_is_not_used_again():
@@ -235,6 +258,13 @@ def test_options_that_need_every_call_are_refused_with_graphs(words):
     config = parse(["--model", "toy", "--cuda-graph", *words])
     with pytest.raises(ValueError, match=r"^cuda_graph does not support (check_collec|elastic)"):
         config.check()
+
+
+def test_a_key_that_is_a_number_is_checked_with_graphs_too():
+    engine = Engine(PRESETS["toy"], single())
+    engine.use_graphs(PretendedGraph)
+    with pytest.raises(ValueError, match=r"need 0 <= seed < 2\*\*63"):
+        engine.step(*_batch(engine), lr=0.1, key=-1)
 
 
 def test_a_cpu_has_no_cuda_graphs():

@@ -275,7 +275,7 @@ class Engine:
         self._check_capture(packed=documents is not None)
         for unit in self.units:
             unit.parameters.wait()  # a step without a graph may have left an all-gather
-        result = self.graphs(inputs | more | {"halted": 0.0 if halted is None else halted})
+        result = self.graphs(inputs | more | {"halted": halted})
         return Pending(None, lambda: result)
 
     def use_graphs(self, new_graph: Callable[[], Graph]) -> None:

@@ -19,6 +19,7 @@ from warpweave.model.config import ParallelPlan
 from warpweave.model.engine_update import StepResult
 from warpweave.parallel.mesh import Mesh
 
+_RUNNING = {"halted": 0.0}  # of a step that does not depend on an earlier one
 _WARM_UP = 2  # steps without a graph: they compile kernels, load them, and fill the caches
 _SHAPES = 4  # captured shapes of the data; steps of other shapes run without a graph
 
@@ -99,16 +100,17 @@ class StepGraphs:
         self._graphs: dict[Any, _Captured] = {}
 
     def __call__(self, inputs: Mapping[str, Tensor | float | None]) -> StepResult:
-        """Run a step with these inputs; numbers become tensors on the device of the others."""
+        """Run a step with these inputs, of which those that are None are left out; in a graph,
+        numbers become tensors on the device of the others."""
         given = {name: x for name, x in inputs.items() if x is not None}
         shapes = tuple((n, x.shape) for n, x in given.items() if isinstance(x, Tensor) and x.ndim)
         if shapes not in self._graphs:
             if len(self._graphs) == _SHAPES:
-                return self.step(**as_tensors(given))
-            static = {name: x.clone() for name, x in as_tensors(given).items()}
+                return self.step(**given)
+            static = {name: x.clone() for name, x in as_tensors(_RUNNING | given).items()}
             self._graphs[shapes] = _Captured(self._new_graph(), self.step, static)
         try:
-            return self._graphs[shapes].run(given)
+            return self._graphs[shapes].run(_RUNNING | given)
         except BaseException:
             self._graphs.pop(shapes).reset()  # a failed capture cannot be used again
             raise

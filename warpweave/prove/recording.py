@@ -32,7 +32,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from warpweave.kernels.runtime.dispatch import HAS_TRITON
 
 _VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "_unique2", "masked_select")
 _TO_HOST = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _LATER = ("send", "recv_")  # messages that must be started on both sides before one is waited for
 
@@ -146,7 +145,7 @@ class Recording(TorchDispatchMode):
         def again() -> list[Any]:
             return [] if allocates else _repeat(func, held_args, held_kwargs, results)
 
-        reads = func.overloadpacket.__name__ in _READS or not _VALUES.isdisjoint(func.tags)
+        reads = not _VALUES.isdisjoint(func.tags)
         if func is torch.ops.aten.index.Tensor:  # only masks have a shape that depends on values
             reads = any(isinstance(x, Tensor) and x.dtype == torch.bool for x in given)
         self._note(str(func), values, again, reads)
@@ -287,7 +286,7 @@ def _caller() -> str:
 
 
 def compare_recordings(first: Recording, second: Recording) -> list[Difference]:
-    """List what a graph of the step `first` would do wrongly in the step `second`.
+    """List what a graph of the step `first` gets wrong in the step `second`.
 
     Every difference is listed once per line of code. After a difference in the order of calls,
     nothing can be compared.
