@@ -49,9 +49,14 @@ class VocabParallelCrossEntropy(nn.Module):
     def forward(self, logits: Tensor, labels: Tensor, normaliser: Tensor | float) -> Tensor:
         """logits[T, ceil(V/tp)], labels int64[T] (-100: no loss) -> loss, 0-dim, fp32 or fp64."""
         losses = vocab_parallel_cross_entropy(
-            logits, labels, group=self.mesh.group("tp"), vocab_size=self.vocab_size,
-            label_smoothing=self.label_smoothing, z_loss=self.z_loss, impl=self.impl,
-        )  # fmt: skip
+            logits,
+            labels,
+            group=self.mesh.group("tp"),
+            vocab_size=self.vocab_size,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            impl=self.impl,
+        )
         return torch.sum(losses) / normaliser
 
 
@@ -66,8 +71,11 @@ class VocabParallelLinearCrossEntropy(nn.Module):
         recompute: recompute the logits in the backward; None chooses by device, see
             ``kernels.linear_cross_entropy``.
         softcap: the logits are softcap * tanh(logits / softcap); None is no softcap.
+        mesh: the connected mesh; None is one device.
         sequence_parallel: the input is x[T/tp, E], tokens sharded over the tensor axis.
-        mesh, overlap, impl, place: as for ``ColumnParallelLinear`` and the kernels.
+        overlap: as for ``ColumnParallelLinear``.
+        impl: "triton", "torch" or None, as for the kernels.
+        place: a `Place`, instead of these four options.
 
     Examples:
         >>> loss, head = VocabParallelLinearCrossEntropy(256), torch.randn(256, 64)
@@ -102,9 +110,18 @@ class VocabParallelLinearCrossEntropy(nn.Module):
         `VocabParallelCrossEntropy`. A pending normaliser is waited for after the sum is computed.
         """
         total = vocab_parallel_linear_cross_entropy(
-            x, weight, labels, group=self.mesh.group("tp"), vocab_size=self.vocab_size,
-            sequence_parallel=self.sequence_parallel, label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss, recompute=self.recompute, softcap=self.softcap,
-            overlap=self.overlap, workspace=self.mesh.workspace("tp"), impl=self.impl,
-        )  # fmt: skip
+            x,
+            weight,
+            labels,
+            group=self.mesh.group("tp"),
+            vocab_size=self.vocab_size,
+            sequence_parallel=self.sequence_parallel,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            recompute=self.recompute,
+            softcap=self.softcap,
+            overlap=self.overlap,
+            workspace=self.mesh.workspace("tp"),
+            impl=self.impl,
+        )
         return total / (normaliser.wait() if isinstance(normaliser, Pending) else normaliser)

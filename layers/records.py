@@ -27,6 +27,8 @@ def collect_records(module: nn.Module, prefix: str = "") -> dict[str, ParamRecor
         own = own if isinstance(own, dict) else {}  # an attribute of a foreign module
         for short, param in child.named_parameters(recurse=False):
             name = f"{path}.{short}" if path else short
-            foreign = ParamRecord(short, tuple(param.shape), decay=param.ndim >= 2)
-            records[name] = own.get(short, foreign).renamed(name)
+            record = own.get(short)
+            if record is None:
+                record = ParamRecord(short, tuple(param.shape), decay=param.ndim >= 2)
+            records[name] = record.renamed(name)
     return records

@@ -81,15 +81,13 @@ def by_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
 
 class Pending:
     """A collective that has been started. ``wait()`` returns its result; on CUDA it waits in stream
-    order, without a host sync.
-
-    Until then, don't write to what it sends, and don't read or write what it receives. Shapes and
-    dtypes are the same on every rank.
-    """
+    order, without a host sync."""
 
     def __init__(self, work: dist.Work | None, finish: Callable[[], Any]) -> None:
-        # `finish` holds the buffers, so none is freed while a transfer reads or writes it.
-        self._work, self._finish = work, finish
+        self._work = work
+        self._finish = (
+            finish  # holds the buffers, so none is freed while a transfer reads or writes it
+        )
 
     def wait(self) -> Any:
         """Return the result. The current stream (on a CPU, the caller) waits for the collective."""
@@ -100,9 +98,18 @@ class Pending:
 
 
 def start_all_reduce_(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
-    """Start summing `x` over the ranks of `group`, in place and in the dtype of `x`, the result.
+    """Start summing `x` over the ranks of `group`, in place and in the dtype of `x`.
 
-    Raises ``ValueError`` if `x` is not contiguous.
+    Args:
+        x: contiguous, with the same shape and dtype on every rank. Don't read or write it before
+            ``wait()``.
+        group: the ranks to sum over; None leaves `x` unchanged.
+
+    Returns:
+        A ``Pending`` whose result is `x`, which then holds the sum.
+
+    Raises:
+        ValueError: `x` is not contiguous.
     """
     if group is None:
         return Pending(None, lambda: x)
@@ -115,9 +122,19 @@ def start_all_reduce_(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pendi
 
 
 def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Pending:
-    """Start an all-gather along `dim` of the slices x[..., n/R, ...] of all R ranks, in rank order.
+    """Start an all-gather along `dim` of the slices `x` of all ranks of `group`, in rank order.
 
-    The result is x[..., n, ...], contiguous. Raises ``ValueError`` if `x` does not have this dim.
+    Args:
+        x: x[..., n/R, ...] at `dim`, with the same shape and dtype on every rank. Don't write to it
+            before ``wait()``.
+        group: the R ranks; None returns `x`.
+        dim: 0 needs no local copy; any other dim needs one copy of the result.
+
+    Returns:
+        A ``Pending`` whose result is x[..., n, ...], contiguous.
+
+    Raises:
+        ValueError: `x` does not have this dim.
     """
     dim = _normal_dim(x, dim)
     if group is None:
@@ -137,11 +154,21 @@ def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int 
 
 
 def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Pending:
-    """Start a reduce-scatter: sum x[..., n, ...] over the R ranks and give each its slice of `dim`.
+    """Start a reduce-scatter: sum `x` over the ranks of `group` and give each its slice of `dim`.
 
-    The sum is in the dtype of `x`: pass fp32 to add low-precision terms. The result is
-    x[..., n/R, ...], contiguous. Raises ``ValueError`` if `x` does not have this dim, or if its
-    size is not divisible by R.
+    The sum is in the dtype of `x`. Pass fp32 to add low-precision terms.
+
+    Args:
+        x: x[..., n, ...] at `dim`, with the same shape and dtype on every rank. Don't write to it
+            before ``wait()``.
+        group: the R ranks; None returns `x`.
+        dim: 0 needs no local copy; any other dim needs one copy of `x`.
+
+    Returns:
+        A ``Pending`` whose result is x[..., n/R, ...], contiguous.
+
+    Raises:
+        ValueError: `x` does not have this dim, or its size is not divisible by R.
     """
     dim = _normal_dim(x, dim)
     if group is None:
@@ -166,9 +193,15 @@ def start_exchange(
     source: int,
     group: dist.ProcessGroup,
 ) -> Pending:
-    """Start sending `send` to rank `dest` of `group` and receiving `recv`, the result, from rank
-    `source`. Both are contiguous and match the other end's tensor in dtype and size. Pass None for
-    no message in that direction; the other rank must then also pass None."""
+    """Start sending `send` to rank `dest` of `group` and receiving `recv` from rank `source`.
+
+    Both tensors must be contiguous and match the other end's tensor in dtype and size. Before
+    ``wait()``, don't read or write `recv` and don't write `send`. Pass None for no message in that
+    direction; the other rank must then also pass None.
+
+    Returns:
+        A ``Pending`` whose result is `recv`.
+    """
     sends = [] if send is None else [(send, dest)]
     receives = [] if recv is None else [(recv, source)]
     batch = start_batch(sends, receives, group)
@@ -182,9 +215,15 @@ def start_batch(
 ) -> Pending:
     """Start messages to and from ranks of `group` that begin and end together.
 
-    `sends` are contiguous tensors, each with its destination rank. `receives`, the result, are
-    buffers, each with its source rank and the dtype and size of what is sent. Messages from one
-    rank to another arrive in the order in which both ranks list them.
+    Args:
+        sends: contiguous tensors, each with its destination rank. Don't write to them before
+            ``wait()``.
+        receives: buffers, each with its source rank and the dtype and size of what is sent. Don't
+            read or write them before ``wait()``. Messages from one rank to another arrive in the
+            order in which both ranks list them.
+
+    Returns:
+        A ``Pending`` whose result is `receives`.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     # One batch: NCCL deadlocks if two ranks order individual sends and receives differently.
@@ -214,10 +253,14 @@ def start_all_to_all(
     recv_sizes: list[int],
     group: dist.ProcessGroup | None,
 ) -> Pending:
-    """Start an all-to-all: rank r gets part r of `send`, and sends part r of `recv`, the result.
+    """Start an all-to-all: part r of `send` goes to rank r, and part r of `recv` comes from it.
 
     Both are flat and contiguous, of one dtype, with parts in rank order, including one for this
-    rank itself. The size that rank a sends to b must be the size that b expects from a.
+    rank itself. The size that rank a sends to b must be the size that b expects from a. Don't read
+    or write either before ``wait()``.
+
+    Returns:
+        A ``Pending`` whose result is `recv`.
     """
     if group is None:
         return Pending(None, lambda: recv.copy_(send))

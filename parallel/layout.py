@@ -179,8 +179,11 @@ class SequenceLayout:
             raise ValueError(f"expected one shard per rank ({self.parts}), got {len(shards)}")
         parts: list[tuple[int, torch.Tensor]] = []
         for rank, shard in enumerate(shards):
-            if (rows := shard.shape[dim]) != (own := self.local_len):
-                raise ValueError(f"expected {own} rows in dim {dim} of shard {rank}, got {rows}")
+            if shard.shape[dim] != self.local_len:
+                raise ValueError(
+                    f"expected {self.local_len} rows in dim {dim} of shard {rank}, got "
+                    f"{shard.shape[dim]}"
+                )
             starts, lengths, _ = zip(*self.runs(rank))
             parts += zip(starts, shard.split(lengths, dim))
         if self.kind == "striped":

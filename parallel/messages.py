@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from warpweave.parallel.collectives import Pending, by_gloo, start_all_to_all, start_batch
-from warpweave.parallel.observe import carried
+from warpweave.parallel.observe import carried, observers
 
 T = TypeVar("T")
 
@@ -93,9 +93,9 @@ def run_on_group(
     their order are the same, so the results are bitwise equal.
 
     On a CPU, a thread starts the hops. If the receiver is already waiting, gloo's isend returns
-    only after it has copied the message into the socket, which would delay the tile. A mode of
-    torch that observes this thread's calls, such as a recording, must see the hops, so then there
-    is no such thread.
+    only after it has copied the message into the socket, which would delay the tile. Observers see
+    what that thread issues. Another mode of torch, such as a recording, must see the calls in their
+    order, so then there is no such thread.
     """
     pending: list[Pending | Future[Pending]] = []
     with ThreadPoolExecutor(1) as thread:
@@ -121,7 +121,7 @@ def run_on_group(
 def _in_a_thread(batch: Batch, group: dist.ProcessGroup | None) -> bool:
     tensors = [x for x, _ in (*batch.sends, *batch.receives)]
     cpu = torch.device("cpu")
-    if torch._C._len_torch_dispatch_stack():
+    if torch._C._len_torch_dispatch_stack() > len(observers()):
         return False
     return any(x.device == cpu for x in tensors) and by_gloo(group, cpu)
 
@@ -187,7 +187,7 @@ def _ends(rank: int, message: Hop | Batch | AllToAll, inner: int) -> _Ends:
     if isinstance(message, AllToAll):
         parts = message.send.split(message.send_sizes), message.recv.split(message.recv_sizes)
         for peers, mine in zip(ends, parts, strict=True):
-            peers |= {i: [x] for i, x in enumerate(mine, first)}
+            peers.update({i: [x] for i, x in enumerate(mine, first)})
         return ends
     if isinstance(message, Hop):
         message = message.batch

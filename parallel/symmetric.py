@@ -46,15 +46,18 @@ def symmetric_memory(
     """Allocate the symmetric memory of `group`. Every rank must call it with the same sizes.
 
     Args:
-        group, device: ranks of one machine, and this rank's device, CUDA or CPU.
+        group: ranks of one machine.
+        device: this rank's device, CUDA or CPU.
         slots: signals per rank in one operation, one for each tile of its rows.
         capacity: bytes of data per rank in one operation.
         timeout: the approximate time after which a wait times out. It is counted in polls, so it is
             longer on a slow machine.
         polls: the number of polls, instead of `timeout`; 0 means no limit.
 
-    Raises ValueError on all ranks if a CPU rank cannot create its file or map the others', or one
-    GPU cannot reach another with atomics.
+    Raises:
+        ValueError: raised on all ranks. On a CPU, a rank cannot create its file or map the others',
+            or ranks passed different sizes. On GPUs, one GPU cannot reach another, or cannot do so
+            with atomics.
     """
     device = torch.device(device)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -130,8 +133,10 @@ class Workspace:
             slots, size = (1 << (n - 1).bit_length() for n in (slots, size))
             if memory is not None:
                 slots, size = max(slots, memory.slots), max(size, memory.capacity)
-            sizes = {"slots": slots, "capacity": size, "polls": self._polls}
-            self._memory = symmetric_memory(self._group, device, timeout=self._timeout, **sizes)
+            bounds = {"timeout": self._timeout, "polls": self._polls}
+            self._memory = symmetric_memory(
+                self._group, device, slots=slots, capacity=size, **bounds
+            )
         return self._memory.fitting(name, device, slots, size)
 
     def settle(self) -> None:

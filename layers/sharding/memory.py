@@ -92,7 +92,8 @@ _INPLACE_OPERATORS = frozenset(
 
 
 def finished(result: Any) -> Any:
-    """A model's result with its copies up to date and its partial sums reduced, for one rank."""
+    """A model's result with its copies up to date and its partial sums reduced. A single rank can
+    then read it."""
 
     def finish(x: Any) -> Any:
         if isinstance(x, DTensor):
@@ -278,7 +279,7 @@ class OneMemory(TorchFunctionMode):
             return self._call(torch.nonzero, args, {"as_tuple": True})
         if kwargs.get("inplace"):
             name += "_"
-        in_place = name in _INPLACE_OPERATORS or (name[-1:] == "_" and name[-2:] != "__")
+        in_place = name in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
         if in_place and args and isinstance(args[0], DTensor):
             if name == "fill_" and isinstance(args[1], Tensor):
                 return self._call(Tensor.copy_, args, {})
@@ -340,15 +341,17 @@ class OneMemory(TorchFunctionMode):
         places = zip(accumulate(lengths, initial=0), lengths)
         return tuple(self._call(Tensor.narrow, (x, dim, *place), {}) for place in places)
 
-    def _set_item(self, x: DTensor, index: Any, value: Any) -> Any:
+    def _set_item(self, x: DTensor, index: Any, value: Any) -> None:
         if not _is_basic(index):
-            return self._on_whole(Tensor.__setitem__, (x, index, value), {})
+            self._on_whole(Tensor.__setitem__, (x, index, value), {})
+            return
         place = self._call(Tensor.__getitem__, (x, index), {})
         if not isinstance(value, Tensor):
-            return self._call(Tensor.fill_, (place, value), {})
+            self._call(Tensor.fill_, (place, value), {})
+            return
         while value.ndim > place.ndim and value.shape[0] == 1:
             value = self._call(Tensor.__getitem__, (value, 0), {})
-        return self._call(Tensor.copy_, (place, value), {})
+        self._call(Tensor.copy_, (place, value), {})
 
     def _to_out(self, func: Any, args: tuple, kwargs: dict) -> Any:
         out = kwargs.pop("out")

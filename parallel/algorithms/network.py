@@ -13,7 +13,6 @@ carries the messages between nodes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -72,6 +71,25 @@ class Traffic:
     seconds: float
 
 
+class _Links:
+    """Elements over the link out of, and the link into, each rank or node."""
+
+    def __init__(self, count: int) -> None:
+        self.out, self.into = [0] * count, [0] * count
+
+    def carry(self, source: int, dest: int, elements: int) -> None:
+        self.out[source] += elements
+        self.into[dest] += elements
+
+    def add(self, other: _Links) -> None:
+        self.out = list(map(int.__add__, self.out, other.out))
+        self.into = list(map(int.__add__, self.into, other.into))
+
+    @property
+    def busiest(self) -> int:
+        return max(*self.out, *self.into)
+
+
 def traffic(
     algorithm: Algorithm, ranks: int, n: int, network: Network, *, size: int = 4
 ) -> Traffic:
@@ -89,34 +107,31 @@ def traffic(
         6144
     """
     node = network.node or ranks
-    whole, at_once, seconds = Counter[tuple[str, int]](), [], 0.0
+    whole, at_once, seconds = _Links(ranks), [], 0.0
     for step, rounds in enumerate(_together(algorithm, ranks, n)):
-        # ("out" or "into", rank or node) -> elements over that link
-        near, far, added = Counter[tuple[str, int]](), Counter[tuple[str, int]](), 0
+        near, far, added = _Links(ranks), _Links(-(-ranks // node)), 0
         for source, (sends, _) in enumerate(rounds):
             for dest, start, stop in sends:
-                near.update({("out", source): stop - start, ("into", dest): stop - start})
-                here, there = source // node, dest // node
-                if here != there:
-                    far.update({("out", here): stop - start, ("into", there): stop - start})
+                near.carry(source, dest, stop - start)
+                if source // node != dest // node:
+                    far.carry(source // node, dest // node, stop - start)
         for rank, (_, receives) in enumerate(rounds):
-            if near["into", rank] != sum(r.stop - r.start for r in receives):
+            if near.into[rank] != sum(r.stop - r.start for r in receives):
                 raise ValueError(
                     f"round {step}: rank {rank} does not receive exactly what is sent to it"
                 )
             added = max(added, sum(r.stop - r.start for r in receives if r.adds))
-        within, across = (max(links.values(), default=0) for links in (near, far))
-        if not within:
+        if not near.busiest:
             continue
-        whole += near
-        at_once.append(near.total() // 2)  # each element leaves a rank and enters one
-        seconds += max(network.alpha, network.node_alpha if across else 0.0)
-        seconds += size * max(within * network.beta, across * network.node_beta)
+        whole.add(near)
+        at_once.append(sum(near.out))
+        seconds += max(network.alpha, network.node_alpha if far.busiest else 0.0)
+        seconds += size * max(near.busiest * network.beta, far.busiest * network.node_beta)
         seconds += size * added * network.gamma
     return Traffic(
         rounds=len(at_once),
         total=size * sum(at_once),
-        busiest=size * max(whole.values(), default=0),
+        busiest=size * whole.busiest,
         at_once=size * max(at_once, default=0),
         seconds=seconds,
     )

@@ -57,8 +57,9 @@ from warpweave.parallel.layout import SequenceLayout
 from warpweave.parallel.words import Strategy
 
 ContextGroup = dist.ProcessGroup | None | tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
-_GATHERS = {"gather": GATHER, "stream": STREAM}
-_STRATEGIES = {"ring": RING, "ulysses": ULYSSES, "hybrid": ULYSSES, **_GATHERS}
+_STRATEGIES = {
+    "ring": RING, "ulysses": ULYSSES, "hybrid": ULYSSES, "gather": GATHER, "stream": STREAM,
+}  # fmt: skip
 
 
 def context_attention(
@@ -276,7 +277,7 @@ class _ContextAttention(torch.autograd.Function):
 
         q, k, v{S(1) cp} are gathered and attended, then o and lse are sharded again. Attention is
         linear only in v. Heads and their sinks may be sharded on other axes; sequence and head_dim
-        may not.
+        may not. spmd_types is imported only here, because it is a development extra.
         """
         from spmd_types import R, S, rules
 

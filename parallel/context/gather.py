@@ -20,7 +20,7 @@ for K‖V of two heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -30,7 +30,7 @@ from warpweave.kernels.attention.backward import block_bwd
 from warpweave.kernels.attention.forward import block_fwd
 from warpweave.kernels.attention.options import AttentionOptions, Upstream
 from warpweave.kernels.reference import compute_dtype
-from warpweave.parallel.collectives import Pending, start_all_gather, start_reduce_scatter
+from warpweave.parallel.collectives import start_all_gather, start_reduce_scatter
 from warpweave.parallel.context.strategy import ForwardBackward, Shards
 from warpweave.parallel.layout import SequenceLayout
 
@@ -93,13 +93,12 @@ def _gathered_heads(
     groups = [slice(at, at + (each or Hkv)) for at in range(0, Hkv, each or Hkv)]
     sample, first = shards.options.dropout_origin
 
-    def start(kv: slice) -> Pending:
-        return start_all_gather(torch.stack((k[:, :, kv], v[:, :, kv])), shards.group)
+    def start(kv: slice) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        return _start_gather(k[:, :, kv], v[:, :, kv], shards.layout, shards.group)
 
-    pending, layout = start(groups[0]), shards.layout
+    pending = start(groups[0])
     for kv, following in zip(groups, (*groups[1:], None)):
-        parts = pending.wait().unflatten(0, (layout.parts, 2)).unbind(0)
-        k_all, v_all = layout.unshard(parts, 2)  # in order of position
+        k_all, v_all = pending()
         if following is not None and shards.overlap:
             pending = start(following)
         heads = slice(kv.start * H // Hkv, kv.stop * H // Hkv)
@@ -128,6 +127,23 @@ def _kernel_calls(
 
 GATHER = ForwardBackward(gather_forward, gather_backward)
 STREAM = ForwardBackward(partial(gather_forward, each=1), partial(gather_backward, each=1))
+
+
+def _start_gather(
+    k: torch.Tensor, v: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """Start one all-gather of k, v[B, S/cp, H, D]; calling the result waits for K, V[B, S, H, D].
+
+    K and V are in order of position, so only the queries have a layout for the kernel.
+    """
+    pending = start_all_gather(torch.stack((k, v)), group)
+
+    def wait() -> tuple[torch.Tensor, torch.Tensor]:
+        shards = pending.wait().unflatten(0, (layout.parts, 2)).unbind(0)
+        k_all, v_all = layout.unshard(shards, 2)
+        return k_all, v_all
+
+    return wait
 
 
 def _reduce_scatter(

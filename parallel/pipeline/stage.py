@@ -64,7 +64,9 @@ class _Chain:
         self.units = list(dict.fromkeys(unit for s in self.segments for unit in s.units))
         # A unit's gradient is complete when the first segment that reads it has run backward.
         self.completes: list[list[Unit]] = [[] for _ in self.segments]
-        for unit in (unit for unit in self.units if unit not in shared):
+        for unit in self.units:
+            if unit in shared:
+                continue
             first = next(k for k, s in enumerate(self.segments) if unit in s.units)
             self.completes[first].append(unit)
 

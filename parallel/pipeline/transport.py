@@ -14,7 +14,6 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -250,9 +249,11 @@ class Distributed:
         for wire in links(self._lists):
             touched = {wire.src, wire.dst}
             fits = (m for m in matchings if all(touched.isdisjoint({w.src, w.dst}) for w in m))
-            if (matching := next(fits, None)) is None:
-                matchings.append(matching := [])
-            matching.append(wire)
+            matching = next(fits, None)
+            if matching is None:
+                matchings.append([wire])
+            else:
+                matching.append(wire)
         groups = self._make_groups(len(matchings))
         pairs = zip(matchings, groups, strict=True)
         result = {wire: made for matching, made in pairs for wire in matching}
@@ -267,8 +268,12 @@ class Distributed:
         return result
 
     def _make_groups(self, number: int) -> list[ProcessGroup]:
-        """Create `number` process groups of the pipeline's ranks. All ranks of the default group
-        create the groups of all pipelines, in the same order, as NCCL's ncclCommSplit requires."""
+        """Create `number` process groups of the pipeline's ranks.
+
+        All ranks of the default group create the groups of all pipelines, in the same order. On
+        NCCL, groups are split off the default group (ncclCommSplit), in which all of its ranks
+        participate.
+        """
         ranks = dist.get_process_group_ranks(self._group)
         checksum = zlib.crc32(to_csv(self._lists).encode())
         row = [checksum, number, *(rank in ranks for rank in range(dist.get_world_size()))]
@@ -357,9 +362,12 @@ class Distributed:
         """Run this rank's list, and wait for its sends at the end."""
         program = programs[self.rank]
         message: Tensor | None = None
-        with suppress(StopIteration):
-            while True:
-                message = self._take(program.send(message))  # type: ignore[arg-type]
+        while True:
+            try:
+                want = program.send(message)  # type: ignore[arg-type]
+            except StopIteration:
+                break
+            message = self._take(want)
         for action in list(self._sending):
             self._arrive(action)
 

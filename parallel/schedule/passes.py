@@ -160,11 +160,12 @@ def with_reduce(lists: Schedule, *, each: bool = False) -> Schedule:
             elif a.op in FINISHES:
                 latest[a.stage] = index
         last.update(latest.values())
-        result.append(out := [])
+        out: list[Action] = []
         for index, a in enumerate(actions):
             out.append(a)
             if index in last or (each and a.op in FINISHES):
                 out.append(Action(REDUCE, a.stage))
+        result.append(out)
     return result
 
 

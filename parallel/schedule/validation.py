@@ -233,9 +233,10 @@ def check_links(lists: Schedule, expected: Iterable[Action]) -> None:
             sent[link(a, rank_of)].append(a)
         else:
             received[link(a, rank_of)].append(other_end(a))
-    for end in (end for a in expected for end in (a, other_end(a))):
-        if count[end] != 1:
-            raise ValueError(f"{end} must occur once, but occurs {count[end]} times")
+    for a in expected:
+        for end in (a, other_end(a)):
+            if count[end] != 1:
+                raise ValueError(f"{end} must occur once, but occurs {count[end]} times")
     for channel, sends in sent.items():
         for place, (a, b) in enumerate(zip(sends, received[channel])):
             if a != b:

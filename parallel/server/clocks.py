@@ -23,7 +23,6 @@ This file does not depend on tensors, messages or time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,11 +75,13 @@ class Clocks:
     version: int = 0
     following: int = 0
     floor: int = 0
-    # Workers that asked to pull, in order; worker -> version and staleness of what it pulled;
-    # gradients that are accepted but not yet applied.
-    _waiting: dict[int, None] = field(default_factory=dict, init=False)
-    _pulled: dict[int, tuple[int, int]] = field(default_factory=dict, init=False)
-    _given: list[Term] = field(default_factory=list, init=False)
+    _waiting: dict[int, None] = field(
+        default_factory=dict, init=False
+    )  # workers that asked to pull, in order
+    _pulled: dict[int, tuple[int, int]] = field(
+        default_factory=dict, init=False
+    )  # version, staleness
+    _given: list[Term] = field(default_factory=list, init=False)  # accepted but not yet applied
 
     def __post_init__(self) -> None:
         if self.staleness is not None and self.staleness < 0:
@@ -120,21 +121,27 @@ class Clocks:
     def grant(self) -> list[int]:
         """The workers that may pull this version now, in the order in which they asked."""
         lowest = self._lowest()
-        bound = math.inf if self.staleness is None else self.staleness
-        ready = (w for w in self._waiting if not self.owes(w))
-        found = [w for w in ready if lowest >= self.clocks[w] - bound]
+        found = [
+            w for w in self._waiting
+            if not self.owes(w)
+            and (self.staleness is None or lowest >= self.clocks[w] - self.staleness)
+        ]  # fmt: skip
         for worker in found:
             del self._waiting[worker]
             self._pulled[worker] = (self.version, self.clocks[worker] - lowest)
         return found
 
     def give(self, worker: int, count: int, loss: float) -> None:
-        """Accept a worker's gradient, computed at the weights that it pulled last. Raise ValueError
-        if it has not pulled since its last gradient."""
+        """Accept a worker's gradient, computed at the weights that it pulled last.
+
+        Raises:
+            ValueError: the worker has not pulled since its last gradient.
+        """
         if not self.owes(worker):
             raise ValueError(f"worker {worker} pushed a gradient without pulling weights first")
-        term = Term(worker, self.clocks[worker], *self._pulled.pop(worker), count, loss)
-        self._given.append(term)
+        self._given.append(
+            Term(worker, self.clocks[worker], *self._pulled.pop(worker), count, loss)
+        )
         self.clocks[worker] += 1
 
     def updates(self) -> list[tuple[Term, ...]]:

@@ -31,9 +31,12 @@ _LOOPBACK = ("lo", "lo0")
 def check_loopback(host: str) -> None:
     """Reject anything that would listen on the network although all ranks are on one machine.
 
+    If the store is on loopback, the ranks are on one machine, and their tensors must also use
+    loopback.
+
     Raises:
-        ValueError: the store's `host` is a network address of this machine, or it is on loopback
-            and the environment names a different interface for gloo.
+        ValueError: `host` is a network address of this machine, or the environment names an
+            interface other than loopback for gloo.
     """
     interface = os.environ.get(_INTERFACE)
     if host in ("localhost", "::1") or host.startswith("127."):
@@ -55,7 +58,12 @@ def check_loopback(host: str) -> None:
 
 
 class Mailbox:
-    """The queue `name` of JSON headers in the ranks' store, with many writers and one reader."""
+    """A queue of JSON headers in the ranks' store, with many writers and one reader.
+
+    Args:
+        store: the ranks' store.
+        name: the name of the queue.
+    """
 
     def __init__(self, store: dist.Store, name: str) -> None:
         self._store, self._name = store, name
@@ -78,8 +86,15 @@ class Mailbox:
 class Pair:
     """A process group of two ranks, which sends flat tensors in both directions.
 
-    `side` is 0 on one side and 1 on the other; both pass the same `name`. RuntimeError means that
-    the other side did not connect, died, or is late by more than `timeout` seconds.
+    Args:
+        store: the ranks' store.
+        name: the pair's name, the same on both sides.
+        side: 0 on one side and 1 on the other.
+        timeout: seconds that connecting, and each message, may take.
+
+    Raises:
+        RuntimeError: the other side did not connect. Messages also raise it if the other side died
+            or is late.
     """
 
     def __init__(self, store: dist.Store, name: str, side: int, timeout: float) -> None:

@@ -3,8 +3,8 @@
 A linear layer, whose output features are the vocabulary, and the cross entropy of its logits.
 
     four ranks, z = x W^T, W[V, E] sharded by rows: rank r has the logits of V/4 words
-    rank r   for each block of its columns: z[T, block], and from it per token the numbers of
-             `loss`; then discards the block
+    rank r   for each block of its columns: z[T, block]; from it, per token, max and sum of exp and
+             the label's logit (with label smoothing also the sum of z); then discards the block
     all      one all-gather of these 2 or 3 numbers per token, merged into lse and loss
     rank r   backward: z[T, block] again, dz, dW[block] += dz^T x, dx{P} += dz W
     all      all-reduce (sequence parallel: reduce-scatter) of dx
@@ -60,7 +60,8 @@ def vocab_parallel_linear_cross_entropy(
     onehot(label) - e/vocab_size), computed and discarded block by block,
 
     Forward:         loss[T]{I} = lse - (1 - e) z[label] - e/vocab_size sum_v z[v] + c lse^2 by one
-                     all-gather, as in `vocab_parallel_cross_entropy`. "sum" adds the losses.
+                     all-gather of log-sum-exp, label's logit and (for e > 0) sum of each rank's
+                     columns: 2 or 3 numbers per token and rank. "sum" adds the losses.
     Input gradient:  dx[T, E]{I} = all-reduce(dz[T, V/R] W), its terms in fp32
     Weight gradient: dW[V/R, E]{S(0)} = dz^T x, no collective; exact
 
@@ -70,8 +71,8 @@ def vocab_parallel_linear_cross_entropy(
     Input gradient:  dx[T/R, E]{S(0)} = reduce-scatter(dz W)
 
     With recompute=False the gradients and their collectives are computed in the forward, with one
-    all-gather of statistics per slice of rows, and a deferred weight gradient is only added later.
-    With recompute=True it is computed with dx, never deferred.
+    all-gather of statistics per slice of rows; the backward has no collective. A deferred weight
+    gradient is then only added later. With recompute=True it is computed with dx, never deferred.
 
     overlap="chunked" multiplies one rank's tokens while the next rank's are received. With
     recompute=False it multiplies some tokens of every rank at a time, and reduces their dx during
@@ -83,18 +84,27 @@ def vocab_parallel_linear_cross_entropy(
         x: x[..., E] replicated, or x[T/R, ..., E] with sequence_parallel.
         weight: weight[V/R, E], rows [r V/R, (r+1) V/R) of W on rank r; the leaf parameter.
         labels: int64[...] or int64[T, ...], the same on every rank of the group.
-        group, sequence_parallel, overlap, workspace: as for `column_parallel_linear`.
+        group: the R tensor ranks; None for a single rank.
         vocab_size: size of the vocabulary without padding; padding rows get gradient 0.
+        sequence_parallel: x has its tokens sharded over the group along dim 0.
         ignore_index: tokens with this label have loss zero and no gradient.
         label_smoothing, z_loss: e in [0, 1] and c >= 0.
         reduction: "sum" returns a 0-dim loss, "none" returns losses with the shape of `labels`.
-        recompute, impl: as for `linear_cross_entropy`; recompute None means False for CPU tensors
-            and "sum".
+        recompute: as for `linear_cross_entropy`; None means False for CPU tensors and "sum".
         softcap: use the logits softcap * tanh(z / softcap). They are computed for some rows of each
             rank at a time (`CAPPED`), and the backward recomputes them. None means no softcap.
         padded_vocab_size: V; None means `vocab_size` rounded up to a multiple of R.
+        overlap, workspace: as for `column_parallel_linear`.
+        impl: as for `linear_cross_entropy`.
 
-    Returns the loss, and raises ValueError, as `vocab_parallel_cross_entropy` does.
+    Returns:
+        The loss in fp32 (fp64 for fp64), bitwise equal on every rank of the group. The caller
+        divides the sum by the global number of valid tokens.
+
+    Raises:
+        ValueError: the weight does not have V/R rows, other shapes, dtypes or options do not match,
+            or, for CPU tensors, a label is neither in the vocabulary nor `ignore_index` (on a GPU
+            the loss of such a token is NaN).
     """
     name = f"vocab_parallel_linear_cross_entropy on rank {group_rank(group)}"
     check_options(reduction, label_smoothing, z_loss)
@@ -115,10 +125,16 @@ def vocab_parallel_linear_cross_entropy(
             where = {"sequence_parallel": sequence_parallel, "overlap": overlap}
             z = column_parallel_linear(x, weight, group=group, workspace=workspace, **where)
             return vocab_parallel_cross_entropy(
-                softcap * torch.tanh(z.to(compute_dtype(z)) / softcap), labels, group=group,
-                vocab_size=vocab_size, padded_vocab_size=padded_vocab_size, z_loss=z_loss,
-                ignore_index=ignore_index, label_smoothing=label_smoothing, impl=impl,
-            )  # fmt: skip
+                softcap * torch.tanh(z.to(compute_dtype(z)) / softcap),
+                labels,
+                group=group,
+                vocab_size=vocab_size,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+                padded_vocab_size=padded_vocab_size,
+                impl=impl,
+            )
 
         each = _by_rows(losses, x, weight, labels, parts)
         return each.sum() if reduction == "sum" else each
@@ -136,8 +152,12 @@ def _by_rows(
     labels: torch.Tensor,
     parts: int,
 ) -> torch.Tensor:
-    """Compute losses(x[T/parts, ..., E], weight, labels[T, ...]) for some rows of every rank at a
-    time, each under activation checkpointing. `losses` gathers the ranks' rows in rank order."""
+    """Compute losses(x, weight, labels) for some rows of every rank at a time, each under
+    activation checkpointing.
+
+    The arguments are x[T/parts, ..., E] and labels[T, ...]; `losses` gathers the ranks' rows in
+    rank order.
+    """
     again = {"use_reentrant": False, "preserve_rng_state": False}
     rows, most = x.flatten(0, -2), max(1, min(CAPPED[0], CAPPED[1] // len(weight)))
     if len(rows) <= most:

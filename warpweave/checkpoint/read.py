@@ -163,8 +163,8 @@ def open_checkpoint(
     if any(other != verdict for other in agree_on_all(verdict, group)):
         raise CheckpointError(f"{path} is not the same folder on all {world} ranks")
     return CheckpointReader(
-        path, manifest.step, manifest.config, manifest.state, manifest.mesh, manifest.tensors,
-        stamps,
+        path, manifest.step, config=manifest.config, state=manifest.state, mesh=manifest.mesh,
+        _tensors=manifest.tensors, _stamps=stamps,
     )  # fmt: skip
 
 

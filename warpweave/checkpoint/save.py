@@ -95,11 +95,12 @@ def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
         if "error" in report:
             raise CheckpointError(f"rank {rank}: {report['error']}")
     writers: dict[str, int] = {}
-    for rank, name in ((rank, name) for rank, r in enumerate(reports) for name in r["tensors"]):
-        if (other := writers.setdefault(name, rank)) != rank:
-            raise CheckpointError(
-                f"tensor {name!r} must be saved by one rank only, got ranks {other} and {rank}"
-            )
+    for rank, report in enumerate(reports):
+        for name in report["tensors"]:
+            if (other := writers.setdefault(name, rank)) != rank:
+                raise CheckpointError(
+                    f"tensor {name!r} must be saved by one rank only, got ranks {other} and {rank}"
+                )
 
 
 def _write_shards(
@@ -107,8 +108,11 @@ def _write_shards(
 ) -> dict[str, Any]:
     """Write this rank's tensors; return {"files": ..., "tensors": ...} or {"error": the reason}."""
     shards, problem = _Shards(folder, rank, shard_bytes), {}
-    for name, tensor in tensors:  # to the end: it may run collectives with other ranks
-        if not problem and (problem := attempt(folder, shards.add, name, tensor)):
+    for name, tensor in tensors:
+        if problem:
+            continue  # `tensors` may run collectives with other ranks
+        problem = attempt(folder, shards.add, name, tensor)
+        if problem:
             shards.clear()
     return problem or attempt(folder, shards.close)
 
@@ -127,6 +131,7 @@ class _Shards:
         self.bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Add a tensor; it is read only when its file is full."""
         _check_tensor(name, tensor)
         if name in self.waiting or name in self.written:
             raise CheckpointError(

@@ -243,7 +243,7 @@ class _Loss(nn.Module):
     def _returned(
         self, loss: Tensor, target: Tensor, predict: Callable[[], Tensor]
     ) -> Tensor | CrossEntropyOutput:
-        """The loss with any requested outputs, from each token's largest logit by `predict`."""
+        """The loss with any requested outputs, from each token's predicted class by `predict`."""
         if not self.return_token_accuracy and not self.return_predicted_tokens:
             return loss
         with torch.no_grad():

@@ -152,7 +152,8 @@ def tokenizer_config(
 def card(
     name: str, config: GPTConfig, architecture: str, trained: Mapping[str, Any], tokenizer: bool
 ) -> str:
-    """Return a README.md template: the model, its training data, and how to load both."""
+    """Return a README.md template: the model, its training data, and how to load it, together with
+    the `tokenizer` if there is one."""
     also = ", AutoTokenizer" if tokenizer else ""
     load = f'\ntokenizer = AutoTokenizer.from_pretrained("{name}")' if tokenizer else ""
     sizes = (

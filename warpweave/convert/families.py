@@ -84,7 +84,7 @@ def write_config(config: GPTConfig, kind: str | None = None) -> tuple[str, dict[
         if found == wanted:
             return name, {"architectures": [FAMILIES[name].architecture], **written}
         theirs, ours = (asdict(which) for which in (found, wanted))
-        differ = [name for name in ours if theirs[name] != ours[name]]
+        differ = [field for field in ours if theirs[field] != ours[field]]
         others = [f"{n} = {reprlib.repr(theirs[n])} (not {reprlib.repr(ours[n])})" for n in differ]
         misses.append((len(others), f"{name} with {', '.join(others)}"))
     tried = ", ".join(FAMILIES) if kind is None else kind
@@ -156,6 +156,7 @@ def _read_rotary(c: Mapping[str, Any], *, kv_heads: int | None = None, **more: A
 
 def _write_rotary(c: GPTConfig) -> dict[str, Any]:
     return {theirs: getattr(c, ours) for ours, theirs in _SIZES.items()} | {
+        "intermediate_size": c.num_hidden,
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
         "hidden_act": "silu",

@@ -28,7 +28,7 @@ class TensorRule:
     shape: tuple[int, ...]  # of our parameter
     shapes: dict[str, tuple[int, ...]]  # their tensors, in the order of concatenation -> shape
     rows: tuple[int, ...]  # the number of our rows that each tensor has
-    order: Callable[[], Tensor] | None  # the concatenated row that each of our rows is
+    order: Callable[[], Tensor] | None  # the concatenated row of each of ours; None keeps them
     transposed: bool  # they store (in, out)
 
     def pack(self, theirs: Callable[[str], Tensor]) -> Tensor:

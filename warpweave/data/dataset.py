@@ -20,11 +20,12 @@ _AT_ONCE = 1 << 22  # tokens searched for a separator at a time
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The concatenated tokens of all files of a split, from the text `name`.
+    """The concatenated tokens of all files of a split.
 
-    tokens[N] unsigned; starts[files] int64 ascending, the first token of each file. Two
-    `fingerprint`s are equal exactly if the tokens and the tokenizer are (for token files: the whole
-    file and its vocabulary), so that a resumed run can require the same data.
+    tokens[N] unsigned; starts[files] int64 ascending, the first token of each file; `name` says
+    where the text came from. Two `fingerprint`s are equal exactly if the tokens and the tokenizer
+    are (for token files: the whole file and its vocabulary), so that a resumed run can require the
+    same data.
     """
 
     tokens: np.ndarray
@@ -95,7 +96,9 @@ class Dataset(Corpus):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids; for token files, which have no text, the numbers."""
-        return self.tokenizer.decode(ids) if self.tokenizer else " ".join(str(int(i)) for i in ids)
+        if self.tokenizer is None:
+            return " ".join(str(int(i)) for i in ids)
+        return self.tokenizer.decode(ids)
 
     def _windows(self, offsets: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         size = self.seq_len + 1

@@ -72,7 +72,14 @@ def open_text(
         tokens = np.concatenate(parts)
         if cached is not None and len(tokens):
             _write_cache(cached, tokens, starts, tokenizer.vocab_size)
-    return Corpus(tokens, starts, tokenizer.vocab_size, name, fingerprint, tokenizer)
+    return Corpus(
+        tokens,
+        starts,
+        tokenizer.vocab_size,
+        name=name,
+        fingerprint=fingerprint,
+        tokenizer=tokenizer,
+    )
 
 
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:

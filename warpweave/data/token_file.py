@@ -70,7 +70,10 @@ def open_token_file(path: Path, cache: Path | None = None) -> Corpus:
     tokens, vocab_size = map_tokens(path)
     head = f"{tokens.dtype.name} {len(tokens)} {vocab_size} {sha256(path, cache)}"
     fingerprint = WHOLE + hashlib.sha256(head.encode()).hexdigest()
-    return Corpus(tokens, np.zeros(1, dtype=np.int64), vocab_size, str(path), fingerprint, None)
+    starts = np.zeros(1, dtype=np.int64)
+    return Corpus(
+        tokens, starts, vocab_size, name=str(path), fingerprint=fingerprint, tokenizer=None
+    )
 
 
 def map_tokens(path: Path) -> tuple[np.ndarray, int]:

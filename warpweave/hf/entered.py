@@ -56,7 +56,8 @@ class Watch:
         self.layer_of = {part.module: held.get(part.module) for part in parts}
         self.tokens, self.tp = tokens, spread.mesh.group("tp")
         self.ranks = some_groups(spread.mesh)
-        self.shared = some_groups(spread.mesh, *("tp", "cp")[not spread.sequence_parallel :])
+        axes = ("tp", "cp") if spread.sequence_parallel else ("cp",)
+        self.shared = some_groups(spread.mesh, *axes)
         self.dropouts: dict[Any, str] = {}
         self.names: dict[int, str] = {}  # of parameters, by their id
         self.seen: list[Any] = []
@@ -135,7 +136,8 @@ class Watch:
         return [(f"{name}.{n}", p) for n, p in module._parameters.items() if n in new]
 
     def _signature(self) -> list[Any]:
-        """Modules of the layers, parameter names and their requires_grad, hooks and forwards."""
+        """Everything that changes if something enters: modules of the layers, parameter names and
+        their requires_grad, hooks and forwards."""
         found: list[Any] = []
         rest = [*self.layers]
         while rest:
@@ -230,7 +232,8 @@ class Watch:
     # ------------------------------------------------------------ 3. gradients without a sum
 
     def _refuse(self, nodes: Iterator[tuple[Any, frozenset]]) -> None:
-        """Raise ValueError if a parameter's gradient at these nodes would lack a rank's part."""
+        """Raise ValueError if a parameter of these nodes would not get the same gradient as on one
+        device."""
         for node, wrong in nodes:
             leaf = getattr(node, "variable", None)
             if leaf is None or all(g is self.tp and _is_sharded(leaf) for g in wrong):

@@ -142,7 +142,8 @@ def _mask_of(
     batch_size, kv_length = len(like), like.shape[-1]
     end = max(sum(q_run), sum(k_run))
     pattern = _pattern_of(function, end)
-    causal, window, starts, hidden = *pattern, None
+    causal, window, starts = pattern
+    hidden = None
     window = None if window is None or window >= end else window
     if attention_mask is not None:
         seen = min(kv_length, sum(q_run) - k_run[0]) if causal else kv_length
@@ -238,9 +239,9 @@ class _Held(dict):
 
 
 def _both(patterns: list[_Pattern]) -> _Pattern:
-    causal, windows, starts = zip(*patterns)
-    window = min((w for w in windows if w is not None), default=None)
-    return _Pattern(any(causal), window, sum(starts, ()))
+    windows = [p.window for p in patterns if p.window is not None]
+    starts = tuple(start for p in patterns for start in p.starts)
+    return _Pattern(any(p.causal for p in patterns), min(windows, default=None), starts)
 
 
 # ---------------------------------------------------------------- 2. documents

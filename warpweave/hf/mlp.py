@@ -41,7 +41,6 @@ _FUNCTIONS: dict[str, Callable] = {
 }
 _PLAIN = ("gelu", "gelu_erf", "relu2")  # those of `mlp`, by the same names
 _GATED = ("silu", "gelu", "gelu_erf")
-_NONE = torch.empty(0, 0)  # instead of a missing weight
 
 
 def name_of(function: Callable) -> str | None:
@@ -169,7 +168,7 @@ def is_mlp_candidate(module: nn.Module) -> bool:
         len(inner) in (2, 3)
         and not seen.owns_numbers(module)
         and not any(seen.owns_numbers(part) for c in rest for part in c.modules())
-        and len({frozenset(getattr(c, "weight", _NONE).shape) for c in inner.values()}) <= 2
+        and len({_widths(c) for c in inner.values()}) <= 2
         and bool(_activations(module))
     )
 
@@ -257,6 +256,11 @@ def weight_of(linear: Any) -> torch.Tensor:
 
 def out_features(linear: Any) -> int:
     return linear.nf if isinstance(linear, Conv1D) else linear.out_features
+
+
+def _widths(module: nn.Module) -> frozenset[int]:
+    """The two widths of a linear layer, as a set."""
+    return frozenset(getattr(module, "weight", torch.empty(0, 0)).shape)
 
 
 def _activations(module: nn.Module) -> list[Callable]:

@@ -204,7 +204,8 @@ def _spread(
     if why is not None:
         raise ValueError(f"{type(model).__name__} cannot be spread over {spread.mesh.sizes}: {why}")
     if example is None:  # ranks can share its tokens; otherwise, the first forward is checked
-        with quietly(model), torch.enable_grad():  # refuses a part of a gradient, see `entered`
+        # Raises if a parameter would get only a part of its gradient, see `entered`.
+        with quietly(model), torch.enable_grad():
             model(**inputs, use_cache=False)
     parallel.check_next_inputs(model, spread)
 
@@ -252,7 +253,8 @@ def _patch_module(
     """Patch a module with its form, if there is one; `forms` caches the forms of known kinds."""
     if (kind := kind_of(module)) not in forms:
         forms[kind] = find(module)
-    if not isinstance(form := forms[kind], str):
+    form = forms[kind]
+    if not isinstance(form, str):
         patch(module, form)
     return form
 

@@ -149,13 +149,13 @@ class Tokens:
         own = layer.__dict__.get("forward")
 
         def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            whole = args, kwargs
+            given = args, kwargs
             if n == 0:
-                args, kwargs = self.cut(layer, *whole) or whole
+                args, kwargs = self.cut(layer, *given) or given
                 if not seen.in_backward():
-                    self._decide(whole[1])
+                    self._decide(given[1])
             elif n in self.whole and self.are_cut():
-                x, put = hidden_states(layer, *whole)
+                x, put = hidden_states(layer, *given)
                 args, kwargs = put(self.shard(x))
             # A class that is set later, for example by `fully_shard`, has its own forward.
             run = own or MethodType(type(layer).forward, layer)

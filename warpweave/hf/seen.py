@@ -6,7 +6,8 @@ these when both forwards are compared. `changed` compares the record with the cu
 detects hooks that would not fire. In these cases, the original forward runs, so a change,
 replacement or hook made after `apply` has the same effect as without `apply`.
 
-It is a dozen identity checks that wait for no device; compilers guard on the same objects.
+The comparison is a dozen identity checks. Nothing waits for a device, and compilers guard on the
+same objects.
 """
 
 from __future__ import annotations

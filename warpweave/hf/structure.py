@@ -19,9 +19,9 @@ from warpweave.hf.probe import kind_of, noise, quietly
 
 
 class CutPart(NamedTuple):
-    """A module to be sharded, and its linear layers. Each of the column-parallel layers has a
-    number of equal blocks of its features (3 if queries, keys and values are concatenated). Each
-    block is sharded."""
+    """A module to be sharded, and its linear layers. `columns` are the column-parallel layers, each
+    with the number of equal blocks of its features (3 if queries, keys and values are
+    concatenated); each block is sharded."""
 
     kind: str  # "attention" or "mlp"
     module: nn.Module
@@ -63,7 +63,8 @@ def find_parts(
             continue
         if (kind := kind_of(module)) not in forms:
             forms[kind] = mlp.find_mlp_form(module)
-        if isinstance(form := forms[kind], str):
+        form = forms[kind]
+        if isinstance(form, str):
             kept[name] = form
             continue
         blocks = 2 if form.fused else 1

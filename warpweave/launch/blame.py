@@ -20,7 +20,6 @@ import json
 import pickletools
 import signal
 from collections import defaultdict
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,11 +68,12 @@ def rank_at_fault(
 
 def _after_abort(aborted: list[int], mesh: Mesh, store: dist.Store, dumps: dict[int, Path]) -> str:
     """The evidence about each rank if the first one to end was aborted."""
-    who = f"ranks {', '.join(map(str, sorted(aborted)))} were"
     if len(aborted) == mesh.world:
         who = "all ranks were"
     elif len(aborted) == 1:
         who = f"{mesh.describe(aborted[0])} was"
+    else:
+        who = f"ranks {', '.join(map(str, sorted(aborted)))} were"
     said = [f"{who} killed by SIGABRT, probably from NCCL's watchdog (see its messages above)"]
     words = behind({rank: path.read_bytes() for rank, path in dumps.items()})
     said += [f"{mesh.describe(rank)} {what}" for rank, what in sorted(words.items())]
@@ -131,7 +131,7 @@ def _constants(data: bytes) -> list[Any]:
     memo: dict[Any, object] = {}
     last: object = None
     found: list[object] = []
-    with suppress(ValueError):
+    try:
         for opcode, argument, _ in pickletools.genops(data):
             if "PUT" in opcode.name:
                 memo[argument] = last
@@ -141,5 +141,6 @@ def _constants(data: bytes) -> list[Any]:
                 last = memo[argument]
             if last is not None:
                 found.append(last)
-        return found
-    return []
+    except ValueError:
+        return []
+    return found

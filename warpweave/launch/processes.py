@@ -8,8 +8,8 @@ process that has finished the imports (Linux), and restarts are immediate:
 
 On GPUs each rank is a new interpreter, because a process that has used CUDA cannot be forked.
 Neither can a process with threads, which modules may start when they are imported.
-multiprocessing's own fork server is shared by the whole program, keeps the environment of its first
-use, and lives until its last child ends.
+multiprocessing's own fork server is not used: there is one for the whole program, with the
+environment of its first use, and it lives until its last child ends.
 """
 
 from __future__ import annotations
@@ -255,7 +255,8 @@ class _ForkServer:
             self._lost()
 
     def _lost(self) -> NoReturn:
-        """Raise after the server's end, which comes a little after that of its pipe."""
+        """Wait for the end of the server, whose pipe broke a little earlier, so that the next start
+        finds it dead."""
         end([self.process])
         raise ChildProcessError("the process that forks ranks has ended") from None
 

@@ -256,7 +256,8 @@ def _store(rank: int, world: int, local_world: int, timeout: timedelta) -> dist.
     if world == local_world:
         env.setdefault(*LOOPBACK)
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    hosts, options = rank == 0 and env.get(AGENTS_STORE) != "True", dict[str, Any]()
+    hosts = rank == 0 and env.get(AGENTS_STORE) != "True"
+    options: dict[str, Any] = {}
     if hosts and world == local_world:
         address, options = "127.0.0.1", {"master_listen_fd": loopback_listener(port).detach()}
     store = dist.TCPStore(address, port, world, is_master=hosts, timeout=timeout, **options)

@@ -23,7 +23,7 @@ from warpweave.model.config import GPTConfig, ParallelPlan
 from warpweave.model.engine_checks import check_batch, check_int64, check_packing, check_step
 from warpweave.model.engine_graph import Graph, StepGraphs, check_capture, cuda_graph_on
 from warpweave.model.engine_passes import OpenPasses, StepPasses, make_lists, warm_up
-from warpweave.model.engine_text import continue_text
+from warpweave.model.engine_text import check_prompt, continue_text
 from warpweave.model.engine_update import EngineStage, RankUpdate, StageUpdate, StepResult
 from warpweave.model.generate import Sampling
 from warpweave.model.gpt import GPT, MicroBatch
@@ -465,12 +465,12 @@ class Engine:
     ) -> Tensor:
         """Continue `prompt` (int64 [n]) with `length` sampled tokens; the same on every rank.
 
-        This works on any mesh, without a KV cache: every token recomputes the whole window, as one
-        sequence, through all stages. A window longer than the model's sequence drops its oldest
-        tokens. Temperature 0 is greedy.
+        This works on any mesh, without a KV cache: every token recomputes the whole window through
+        all stages. A window holds at most the model's sequence. Temperature 0 is greedy.
         """
+        sampling = Sampling(length, temperature, seed=seed)
+        check_prompt(prompt)
         with self._global_weights():
-            sampling = Sampling(length, temperature, seed=seed)
             return continue_text(self.gpt, lambda *to: self._forward(*to)[0], prompt, sampling)
 
     # ------------------------------------------------------------------ state in and out

@@ -21,15 +21,19 @@ Final = Callable[[Tensor | None, MicroBatch], Tensor]
 Forward = Callable[[MicroBatch, Final], Tensor | None]
 
 
+def check_prompt(prompt: Tensor) -> None:
+    """Raise ValueError unless `prompt` is int64 [n] and not empty."""
+    check_int64(prompt=prompt)
+    if prompt.ndim != 1 or not len(prompt):
+        raise ValueError(f"prompt must have shape [n >= 1], got {[*prompt.shape]}")
+
+
 def continue_text(gpt: GPT, forward: Forward, prompt: Tensor, sampling: Sampling) -> Tensor:
     """Continue `prompt` (int64 [n]) as `sampling` says; see ``Engine.generate``.
 
     forward: runs a micro-batch through all stages, and returns the result of its second argument on
     the last stage, otherwise None.
     """
-    check_int64(prompt=prompt)
-    if prompt.ndim != 1 or not len(prompt):
-        raise ValueError(f"prompt must have shape [n >= 1], got {[*prompt.shape]}")
     tokens = [upload(prompt, next(gpt.parameters()).device)]
 
     def step(chosen: Tensor | None) -> tuple[Tensor | None, int]:

@@ -79,7 +79,9 @@ def _chosen_row(chosen: Chosen) -> dict[str, Any]:
         "tokens_per_second": tokens / time.seconds,
         "bubble": time.timeline.bubble,
         "memory": [dataclasses.asdict(rank) | {"total": rank.total} for rank in chosen.memory],
-        "traffic": {axis: {"link": to, "bytes": moved} for axis, to, moved in step_traffic(job)},
+        "traffic": {
+            axis: {"link": link, "bytes": moved} for axis, link, moved in step_traffic(job)
+        },
     }
 
 

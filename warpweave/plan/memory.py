@@ -194,6 +194,7 @@ def _estimate_rank(step: TrainingStep, rank: int) -> MemoryEstimate:
         gradients = P * master // data + (P * master if data > 1 and not zero else 0)
         gradients += (4 if data > 1 else 2) * U * master
     update = 4 * (matrices // (data if zero else 1) + largest) * master
+    # A loaded parameter is whole: the units of one stage on one rank.
     loading = max(_units(step.config, 1, (0,), 0).values()) * 4 * 2
     whole, kept = _kept(step)
     activations = live_blocks(step.plan, step.mesh.pp, step.config)[rank] * kept + 3 * whole

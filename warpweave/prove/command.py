@@ -59,9 +59,8 @@ def prove_rank(
                 if number > 0:
                     session.renew(layout.mesh)
                 mesh = layout.mesh.connect(layout.device)
-                if (
-                    store is not None and not graph
-                ):  # name a rank that skips a collective, so that nobody hangs
+                if store is not None and not graph:
+                    # Name a rank that skips a collective, so that nobody hangs.
                     ranks = layout.mesh, session.rank, timeout, session.device
                     checked = CheckedCollectives(store, *ranks)
             if graph:

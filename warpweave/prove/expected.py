@@ -270,8 +270,8 @@ def train(
             losses.append(loss.detach())
             norms.append(norm)
         values[f"loss of step {step}"] = torch.stack(losses).mean()
-        mean = norms[0] if len(norms) == 1 else torch.stack(norms).square().mean().sqrt()
-        values[f"norm of step {step}"] = mean
+        rms = norms[0] if len(norms) == 1 else torch.stack(norms).square().mean().sqrt()
+        values[f"norm of step {step}"] = rms
         values |= {f"gradient of {name} at step {step}": grad for name, grad in grads.items()}
         values |= {f"{name} after step {step}": p for name, p in masters.items()}
         at = STEPS + step

@@ -164,10 +164,18 @@ class Layout:
     @property
     def plan(self) -> ParallelPlan:
         """The engine's plan."""
-        same = ("zero", "reduce", "schedule", "chunks", "microbatches", "sequence_parallel",
-                "recompute", "layout", "overlap")  # fmt: skip
-        own = {name: getattr(self, name) for name in same}
-        return ParallelPlan(**own, cp_strategy=self.strategy)
+        return ParallelPlan(
+            zero=self.zero,
+            reduce=self.reduce,
+            schedule=self.schedule,
+            chunks=self.chunks,
+            microbatches=self.microbatches,
+            sequence_parallel=self.sequence_parallel,
+            recompute=self.recompute,
+            layout=self.layout,
+            cp_strategy=self.strategy,
+            overlap=self.overlap,
+        )
 
     @property
     def model(self) -> GPTConfig:
@@ -192,9 +200,9 @@ class Layout:
         """The command that proves only this layout, again."""
         words = [f"--random 1 --seed {self.drawn.seed}"] if self.drawn is not None else []
         if not words:
-            given = ((a, getattr(self.mesh, a)) for a in (*AXES, "ulysses", "dp_shard"))
-            given = ((axis, n) for axis, n in given if n != getattr(Mesh(), axis))
-            words = [f"--{axis.replace('_', '-')} {n}" for axis, n in given]
+            sizes = {axis: getattr(self.mesh, axis) for axis in (*AXES, "ulysses", "dp_shard")}
+            given = {axis: n for axis, n in sizes.items() if n != getattr(Mesh(), axis)}
+            words = [f"--{axis.replace('_', '-')} {n}" for axis, n in given.items()]
             words += [
                 f"--zero {self.zero} --schedule {self.schedule} --style {self.style}",
                 f"--recompute {self.recompute} --cp-strategy {self.strategy}",

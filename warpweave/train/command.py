@@ -68,8 +68,10 @@ def train_rank(
 
 def _say_of_options(config: TrainConfig, device: Literal["cpu", "cuda"]) -> None:
     """Print which options have no effect in this run on `device`."""
-    idle = idle_options.idle_lines(idle_options.TRAIN, dataclasses.replace(config, device=device))
-    for line in filter(None, [short_of_peak(config), *idle]):
+    if line := short_of_peak(config):
+        say(line)
+    there = dataclasses.replace(config, device=device)
+    for line in idle_options.idle_lines(idle_options.TRAIN, there):
         say(line)
 
 
@@ -143,8 +145,11 @@ def run(
                 os.environ.update(no_cache())
                 code = as_rank(config)
             else:
-                more = {"max_restarts": config.max_restarts, "processes": processes}
-                code = launch(as_rank, (config,), config.mesh, backend=backend, **more)
+                restarts = config.max_restarts
+                code = launch(
+                    as_rank, (config,), config.mesh, backend=backend, max_restarts=restarts,
+                    processes=processes,
+                )  # fmt: skip
     except (ValueError, ImportError, OSError, CheckpointError) as error:
         if local_rank == 0:
             say(one_line(error))
@@ -153,3 +158,7 @@ def run(
     if torchrun:
         leave(0)
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -46,3 +46,7 @@ def run(config: ExportConfig, processes: Processes | None = None) -> None:
         "files": sorted(path.name for path in folder.iterdir()),
     }
     print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

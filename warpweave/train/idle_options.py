@@ -76,6 +76,7 @@ TRAIN = (
     Idle(("chunks", "schedule"), lambda c: c.pp == 1 and not c.plan.asynchronous,
          "pp is 1, so it can change only activation memory"),
     Idle(("layout", "cp_strategy"), lambda c: c.cp == 1, "cp is 1"),
+    # The first outer step comes after the warm-up, an interval of a fragment, and the delay.
     Idle(("outer_every",),
          lambda c: c.outer_warmup + c.outer_every // c.fragments + c.outer_delay > c.steps,
          "the run ends after {steps} steps, before the first outer step"),
@@ -106,6 +107,7 @@ TRAIN = (
 
 
 def _proves_no_schedule(c: Any) -> bool:
+    """Return True if no layout of the proof has a pipeline or an asynchronous schedule."""
     return not (c.pp > 1 or c.all or c.random or find_family(c.schedule).asynchronous)
 
 

@@ -173,7 +173,8 @@ class Metrics:
     def _whole_rows(self) -> list[dict[str, Any]]:
         """The rows of an interrupted run. Anything else is set aside, such as half a row after a
         crash, or a link or folder in place of the file."""
-        rows, aside = list[dict[str, Any]](), _unused(self.folder, _DAMAGED)
+        rows: list[dict[str, Any]] = []
+        aside = _unused(self.folder, _DAMAGED)
         with self._tried(aside):
             try:
                 rows, damaged = read_rows(self.path)

@@ -72,3 +72,7 @@ def run(config: SampleConfig, processes: Processes | None = None) -> None:
         else:
             backend = choose_backend(config.mesh.world, BACKENDS.get(config.device))
             launch(sample_rank, (config,), config.mesh, backend=backend, processes=processes)
+
+
+if __name__ == "__main__":
+    main()

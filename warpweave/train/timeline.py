@@ -62,6 +62,7 @@ def write_measured(engine: Engine, marks: Marks, path: Path) -> None:
     """Write a step's timeline, with the simulated one, on world rank 0. Collective over the
     pipeline ranks."""
     lists, group, own = engine.passes.lists, engine.mesh.group("pp"), marks.seconds()
+    # Lists differ in length, but an all-gather needs rows of one length.
     padded = torch.zeros(1, max(map(len, lists)) + 1, dtype=torch.float64, device=engine.device)
     padded[0, : len(own)] = torch.tensor(own, dtype=torch.float64)
     every = start_all_gather(padded, group).wait().tolist()

@@ -292,7 +292,8 @@ class Pipeline(Sharded):
                 f"along dim 0, divisible by microbatches = {m}"
             )
         batches = [_Batch(*pair) for pair in zip(inputs.chunk(m), targets.chunk(m), strict=True)]
-        if self._shape not in (None, found := batches[0].inputs.shape):
+        found = batches[0].inputs.shape
+        if self._shape is not None and self._shape != found:
             raise ValueError(
                 f"expected micro-batches of shape {tuple(self._shape)}, as in the first step, got "
                 f"{tuple(found)}"

@@ -68,8 +68,10 @@ class Keeper:
         self.config, self.store, self.processes = config, keep_store(), processes
         width = replica_width(config)
         self.seats = [Seat(config.mesh, width, r) for r in range(config.mesh.world)]
-        ranks = range(config.mesh.dp // width)
-        self.replicas = [_Replica([s.rank for s in self.seats if s.replica == n]) for n in ranks]
+        self.replicas = [
+            _Replica([seat.rank for seat in self.seats if seat.replica == number])
+            for number in range(config.mesh.dp // width)
+        ]
         self.current = Generation(0, 0, {})
         self.stores = [self.store, self.store]  # of the last two generations
         self._begun = False  # a generation has trained

@@ -68,7 +68,8 @@ class ServedModel:
     def open_run(self) -> CheckpointReader:
         """Open the newest checkpoint of this run. Raises `CheckpointError` if there is none, it
         belongs to a different run, or servers cannot continue from it."""
-        reader: Any = open_run(self.config.out / CHECKPOINTS, self.model, None)
+        reader = open_run(self.config.out / CHECKPOINTS, self.model, None)
+        assert reader is not None
         check_run(reader, self.config, self.data)
         wanted = {f"{name}/{r.name}" for name in self.rule.moments for r in self.records}
         if missing := sorted(wanted - set(reader.names)):
