@@ -22,6 +22,7 @@ from warpweave.kernels.runtime.tile_table import (
     KINDS,
     MAX_HEAD_DIM,
     OPTIONAL,
+    OPTIONAL_KERNELS,
     VARIANTS,
     AttentionTile,
     GemmTile,
@@ -55,7 +56,7 @@ def test_the_shipped_table_answers_every_call_everywhere(monkeypatch) -> None:
         for kind in kinds:  # each has a row for every version and variant
             default = [r for r in rows if (r.kernel, r.where, r.size) == (kernel, where, size)]
             assert any(r.kind == kind and not r.triton and not r.variants for r in default)
-    for kernel in KERNELS:
+    for kernel in KERNELS.keys() - OPTIONAL_KERNELS:
         assert {(kernel, 0, size) for size in (2, 4, 8)} <= groups
         for arch in (0, 75, 80, 86, 89, 90, 100, 103, 120):
             for size in (2, 4, 8):
@@ -132,6 +133,22 @@ def test_optional_product_kinds_without_a_row_use_the_large_tile() -> None:
     assert [arch for arch in found if found[arch] != large[arch]] == [100]
     own = {arch: tiles.find_on("gemm", arch, "", 2, "symmetric") for arch in found}
     assert [own[arch] == large[arch] for arch in (0, 90, 100, 120)] == [True, False, False, True]
+
+
+def test_an_optional_kernel_runs_only_where_the_table_has_a_row(table) -> None:
+    def found(head_dim, variant=PLAIN):
+        return tiles.row_on("attention_bwd", 90, "Planted GPU", 2, head_dim, variant)
+
+    assert found(64) is None
+    row = TileRow("Planted GPU", "attention_bwd", 2, 64, ODD_TILE, triton.__version__)
+    write_table(table, [row])
+    tiles.load(table)
+    assert [found(D) for D in (40, 64, 65)] == [row, row, None]
+    assert found(64, frozenset({"dropout"})) is None  # never measured
+    with pytest.raises(
+        ValueError, match=r"attention_bwd has no tile for 65; it has tiles for \[64"
+    ):
+        tiles.find_on("attention_bwd", 90, "Planted GPU", 2, 65)
 
 
 def test_a_table_may_lie_in_folders_that_are_not_there_yet(table) -> None:

@@ -22,7 +22,7 @@ from warpweave.kernels.runtime.tile_table import AttentionTile, TileRow, write_t
 from warpweave.machine.tune import aot, command, search
 from warpweave.machine.tune.aot import Compiled
 from warpweave.machine.tune.calls import Problem, problems
-from warpweave.machine.tune.candidates import candidates, resident
+from warpweave.machine.tune.candidates import FUSED, candidates, resident
 from warpweave.machine.tune.command import tune_here
 from warpweave.machine.tune.options import TuneConfig, parse
 from warpweave.machine.tune.search import Bench, add_rows, difference, tune
@@ -51,7 +51,8 @@ class FakeGpu:
     def call(self, problem):
         def run():
             where = problem.kernel, torch.device("cpu"), problem.size, problem.kind
-            self.running = tiles.find(*where)
+            self.running = tiles.find_optional(*where)
+            self.replaced = tiles.find_optional("attention_dq", *where[1:])
             output = self.outputs.get(self.running, 1.0)
             if isinstance(output, Exception):
                 raise output
@@ -73,10 +74,10 @@ class FakeGpu:
     def tune(self, path, problem=FWD):
         """Return (the tile of the one row that is written, the report); the table is loaded."""
         report = tune([problem], self.bench(), path, minutes=1)
-        [(_, row, shipped)] = report.rows
-        assert shipped == problem.shipped(90)
+        [found] = report.rows
+        assert found.shipped == problem.shipped(90)
         tiles.load(path)
-        return row.tile, report
+        return found.tile, report
 
 
 # ---------------------------------------------------------------- the tile that is kept
@@ -179,6 +180,29 @@ def test_rows_replace_those_of_their_key_only(tmp_path) -> None:
     assert [row.tile for row in rows] == [FAST, OTHER]
 
 
+def test_one_kernel_for_the_backward_gets_a_row_only_where_it_is_faster(table) -> None:
+    """A row from an earlier measurement goes if it is slower now; others stay."""
+    problem = Problem("attention_bwd", "bf16", 64)
+    other = TileRow("Other GPU", "attention_bwd", 2, 64, FUSED, "3.0.0")
+    mine = dataclasses.replace(other, where="Planted GPU")
+    write_table(table, [other, mine])
+    assert FakeGpu({None: 1.0, FUSED: 1.1}).tune(table, problem)[0] is None
+    assert tiles.read_table(table, by="device") == [other]
+    gpu = FakeGpu({None: 1.0, FUSED: 0.8})
+    tile, report = gpu.tune(table, problem)
+    assert tile == FUSED == tiles.find_on("attention_bwd", 90, "Planted GPU", 2, 64)
+    assert "(no tile: others run) 1000.0 us -> q=64 k=128 warps=8" in str(report.rows[0])
+
+
+def test_it_is_compared_with_the_best_tiles_of_the_kernels_that_it_replaces(table) -> None:
+    todo = problems(("attention_dq", "attention_bwd"), ("bf16",), (64,))
+    fast = todo[0].shipped(90)._replace(q=64)
+    gpu = FakeGpu({fast: 0.5})
+    tune(todo, gpu.bench(), table, minutes=1)
+    assert gpu.timed[-1] != fast
+    assert gpu.replaced == fast
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -273,7 +297,7 @@ def test_what_is_said_of_a_compiled_kernel_is_what_the_tools_print_of_it(monkeyp
 
 
 def test_the_default_is_every_kernel_in_bf16() -> None:
-    assert len(TuneConfig().problems()) == 3 * 3 + 3
+    assert len(TuneConfig().problems()) == 4 * 3 + 3
 
 
 DRY = """

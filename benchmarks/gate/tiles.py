@@ -5,6 +5,8 @@ Attention is also called with the options that keep more in registers.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from gate.cases import Case, attention_with, m
@@ -13,7 +15,7 @@ from warpweave.kernels.cost import Cost
 
 def tile_cases() -> list[Case]:
     """A call for every tile that the three targets use, and for the launch sizes of formulas."""
-    attention = [*_attention_tiles(), *_attention_variants()]
+    attention = [*_attention_tiles(), *_fused_backward(), *_attention_variants()]
     return [*attention, *_product_tiles(), *_row_tiles()]
 
 
@@ -54,6 +56,33 @@ def _attention_tiles() -> list[Case]:
                     ),
                 ]
     return found
+
+
+def _fused_backward() -> list[Case]:
+    """The backward in one kernel, with the tile where ``warpweave tune`` begins; its sums of dq are
+    added by the copy engine."""
+    from warpweave.kernels.attention import function as attention
+    from warpweave.kernels.runtime.tiles import pinned
+    from warpweave.machine.tune.candidates import FUSED
+
+    B, S, H, kv = 2, 4096, 16, 4
+    row = m(B, H, S, dtype=torch.float32)
+
+    def call(D: int, causal: bool) -> object:
+        q, k = m(B, S, H, D), m(B, S, kv, D)
+        with pinned({("attention_bwd", 2, D): FUSED}):
+            return attention.attention_bwd(q, q, k, k, row, row, causal=causal)
+
+    return [
+        Case(
+            f"attention fused bwd D={D} {'causal' if causal else 'full'} bfloat16",
+            partial(call, D, causal),
+            tensor_cores=True,
+            targets=("sm_90",),
+        )
+        for D in (64, 128)
+        for causal in (True, False)
+    ]
 
 
 def _attention_variants() -> list[Case]:

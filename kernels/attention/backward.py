@@ -9,7 +9,10 @@ s and keep are as in `forward`. lse and delta [B, Hq, Sq] are over all keys of a
 (float64 for float64). With them, p of a block of keys equals that of the softmax over all keys, so
 the sum of `attention_bwd` over blocks is exact, as in ring attention. A gradient through lse only
 changes delta. Three kernels compute seven products without atomics, so every result is
-deterministic. `device` has the loads and the dropout of both directions.
+deterministic. Where the tile table has a tile for it, the kernel of dk and dv also computes dq, in
+five products: every tile of keys adds its part of dq to float32 sums, in any order, as in
+FlashAttention-2 (Dao 2023, arXiv:2307.08691). `device` has the loads and the dropout of both
+directions.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from warpweave.kernels.dropout import key_of
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dispatch import RUNTIME, choose, no_graph, tl, triton
 from warpweave.kernels.runtime.dtypes import dot, to_dtype, upcast
+from warpweave.kernels.runtime.tile_table import AttentionTile
 
 # ---------------------------------------------------------------- kernels
 
@@ -61,22 +65,53 @@ def attention_delta_kernel(o_ptr, do_ptr, dlse_ptr, delta_ptr, o_stride, do_stri
 
 
 @triton.jit
-def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr,
-                q_stride, do_stride, q_runs, ends, group, head, sample, seed,
+def _of_rows(ptr, at, rows, REST, BLOCK: tl.constexpr, MASK: tl.constexpr):
+    """The numbers of BLOCK rows from `at` on; REST from row `rows` on."""
+    i = tl.arange(0, BLOCK)
+    if MASK:
+        return tl.load(ptr + (at + i), i < rows, REST)
+    else:
+        return tl.load(ptr + (at + i))
+
+
+@triton.jit
+def _add_dq(sums, at, ds, k, rows, DTYPE: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr):
+    """Add ds^T k, what one tile of keys adds to dq / SCALE, to the rows from `at` on of sums[n, D].
+
+    From row `rows` on, where the rows of others follow, ds is 0 and nothing changes. (If keys are
+    infinite it would be NaN, but then their own gradients are NaN as well.)
+    """
+    BLOCK_M: tl.constexpr = ds.shape[1]
+    BLOCK_D: tl.constexpr = k.shape[1]
+    part = dot(tl.trans(ds), k, tl.zeros((BLOCK_M, BLOCK_D), DTYPE))
+    if isinstance(sums, tl.tensor_descriptor):  # the copy engine (TMA) adds, up to column D
+        sums.atomic_add([at, 0], part)
+    else:
+        r, d = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_D)[None, :]
+        inside = (r < rows) & (d < D) if MASK else d < D
+        tl.atomic_add(sums + (at + r).to(tl.int64) * D + d, part, inside, sem="relaxed")
+
+
+@triton.jit
+def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr, dq_sums,
+                at_head, q_stride, do_stride, q_runs, ends, group, head, sample, seed,
                 SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
                 KEEP: tl.constexpr, ALIGNED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
                 OWN: tl.constexpr, MASK: tl.constexpr,
                 BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     BASE: tl.constexpr = 1.0 if k.dtype == tl.float32 else LOG2E
     UNIT: tl.constexpr = BASE if CAP > 0 else SCALE * BASE
-    i = tl.arange(0, BLOCK_M)
-    ahead = i[None, :] * q_runs[4]
+    # With dq, a head dim up to 64 leaves registers for numbers and products that come early, under
+    # the exponentials; a larger one needs the part of dq out of the way before dk.
+    EARLY: tl.constexpr = dq_sums is not None and BLOCK_D <= 64
+    LATE: tl.constexpr = dq_sums is not None and BLOCK_D > 64
+    ahead = tl.arange(0, BLOCK_M)[None, :] * q_runs[4]
     q_drawn = drawn(BLOCK_M, ALIGNED) * q_runs[4]
     span0 = span(ends, q_runs[0], q_runs[1], q_runs[4], MASK, FIRST, LAST, BLOCK_M)
     span1 = span(ends, q_runs[2], q_runs[3], q_runs[4], MASK, FIRST, LAST, BLOCK_M)
     # Go through the tiles of one head after another in a single loop: two nested loops take up to
     # 60 registers more.
-    count, j, at_head = span0[1] + span1[1], 0, tl.full((), 0, tl.int64)
+    count, j = span0[1] + span1[1], 0
     for _ in range(group * count):
         # 1. Tile j of this head. Rows past the end of a run get lse = inf, so p = 0.
         row, position, rows = rows_of_step(j, span0, span1, q_runs, MASK and FIRST, BLOCK_M)
@@ -86,7 +121,10 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
             q_at, do_at, begin = q_ptr, do_ptr, row.to(tl.int32)
         q = load_rows(q_at, q_stride[1], rows, BLOCK_M, D, BLOCK_D, MASK, begin)
         do = load_rows(do_at, do_stride[1], rows, BLOCK_M, D, BLOCK_D, MASK, begin)
-        at = at_head + row + i  # lse and delta are loaded when they are used, to save registers
+        at = at_head + row.to(at_head.dtype)
+        if EARLY:
+            lse = _of_rows(lse_ptr, at, rows, float("inf"), BLOCK_M, MASK)
+            delta = _of_rows(delta_ptr, at, rows, 0.0, BLOCK_M, MASK)
 
         # 2. p, transposed: [keys, queries].
         zero = tl.zeros((k.shape[0], BLOCK_M), dk.dtype)
@@ -94,7 +132,8 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
         if CAP > 0:
             t = tanh(s * (SCALE / CAP), q.dtype == tl.float32)
             s = CAP * t
-        lse = tl.load(lse_ptr + at, i < rows, float("inf")) if MASK else tl.load(lse_ptr + at)
+        if not EARLY:  # only when it is used, to save registers; so is delta
+            lse = _of_rows(lse_ptr, at, rows, float("inf"), BLOCK_M, MASK)
         s = s * UNIT - (lse * BASE)[None, :]
         if MASK and FIRST:
             s = tl.where(first[:, None] <= position + ahead, s, -float("inf"))
@@ -107,16 +146,24 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
         if DROP:
             kept = tl.trans(draws(position + q_drawn, k_pos, head, sample, seed, DROP, ALIGNED))
             weight = tl.where(kept, p * KEEP, 0.0)
+        if EARLY:
+            dp = dot(v, tl.trans(do), zero)
         dv = dot(to_dtype(weight, do.dtype), do, dv)
-        dp = dot(v, tl.trans(do), zero)
+        if not EARLY:
+            dp = dot(v, tl.trans(do), zero)
         if DROP:
             dp = tl.where(kept, dp * KEEP, 0.0)
-        delta = tl.load(delta_ptr + at, i < rows, 0.0) if MASK else tl.load(delta_ptr + at)
+        if not EARLY:
+            delta = _of_rows(delta_ptr, at, rows, 0.0, BLOCK_M, MASK)
         ds = p * (dp - delta[None, :])
         if CAP > 0:
             ds *= 1 - t * t
         ds = to_dtype(ds, q.dtype)
+        if LATE:
+            _add_dq(dq_sums, at, ds, k, rows, dk.dtype, D, MASK)
         dk = dot(ds, q, dk)
+        if EARLY:
+            _add_dq(dq_sums, at, ds, k, rows, dk.dtype, D, MASK)
 
         # 4. The next tile of this head, or the first one of the next.
         over = j + 1 == count
@@ -130,7 +177,7 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-                          table_ptr,
+                          dq_sums, table_ptr,
                           q_stride, k_stride, v_stride, do_stride, dk_stride, dv_stride,
                           table_stride,
                           q_start0, q_len0, q_start1, q_len1, q_stripes,
@@ -175,13 +222,17 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
     q_ptr += batch * q_stride[0] + head * q_stride[2]
     do_ptr += batch * do_stride[0] + head * do_stride[2]
     at = (batch * kv_heads * group + head) * (q_runs[1] + q_runs[3])
+    if dq_sums is None:
+        lse_ptr, delta_ptr, at = lse_ptr + at, delta_ptr + at, tl.full((), 0, tl.int64)
+    else:
+        at = at.to(tl.int32)  # this is also the row of the sums
     dk, dv = _dkdv_steps(
-        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at,
+        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr, dq_sums, at,
         q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
         SCALE, CAP, DROP, KEEP, ALIGNED, CAUSAL or LAST, LAST, OWN,
         False, BLOCK_M, D, BLOCK_D)  # fmt: skip
     dk, dv = _dkdv_steps(
-        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr + at, delta_ptr + at,
+        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr, dq_sums, at,
         q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
         SCALE, CAP, DROP, KEEP, ALIGNED, CAUSAL or LAST, LAST, OWN,
         True, BLOCK_M, D, BLOCK_D)  # fmt: skip
@@ -374,27 +425,49 @@ def block_bwd(
     q, k, v, do, wide_dq, wide_dk, wide_dv = launch.widened(q, q, k, v, do, dq, dk, dv)
     upstream = upstream._replace(do=do, delta=delta)
     carried = [x is not None for x in into]
+    tile = launch.find_fused_tile(q, k, options, carried[1])
     with torch.cuda.device_of(q):
-        if k.numel():
-            _launch_dkdv(upstream, q, k, v, wide_dk, wide_dv, options, carried[1])
-        if q.numel():
-            _launch_dq(upstream, q, k, v, wide_dq, options, carried[0])
+        if tile is not None:
+            _launch_fused(upstream, q, k, v, wide_dq, wide_dk, wide_dv, options, carried, tile)
+        else:
+            if k.numel():
+                _launch_dkdv(upstream, q, k, v, wide_dk, wide_dv, options, carried[1])
+            if q.numel():
+                _launch_dq(upstream, q, k, v, wide_dq, options, carried[0])
     for wide, given in ((wide_dq, dq), (wide_dk, dk), (wide_dv, dv)):
         launch.narrow_into(wide, given)
     return dq, dk, dv
 
 
+def _launch_fused(
+    upstream: Upstream, q, k, v, dq, dk, dv, options: AttentionOptions, into: list[bool],
+    tile: AttentionTile,
+) -> None:  # fmt: skip
+    """dq, dk and dv in one kernel, through sums of dq / scale[B, Hq, Sq, D]."""
+    B, S, H, D = q.shape
+    sums = torch.zeros((B, H, S, D), dtype=upstream.lse.dtype, device=q.device)
+    _launch_dkdv(upstream, q, k, v, dk, dv, options, into[1], tile, sums)
+    if into[0]:
+        dq.add_(sums.transpose(1, 2), alpha=options.scale)
+    else:
+        torch.mul(sums.transpose(1, 2), options.scale, out=dq)
+
+
 def _launch_dkdv(
-    upstream: Upstream, q, k, v, dk, dv, options: AttentionOptions, into: bool
-) -> None:
+    upstream: Upstream, q, k, v, dk, dv, options: AttentionOptions, into: bool,
+    tile: AttentionTile | None = None, dq_sums: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """dk and dv. With a `tile` of the fused kernel, also add dq / scale to dq_sums."""
     (B, _, H, D), Hkv, (do, lse, delta, _) = q.shape, k.shape[2], upstream
     variant = launch.variant_of(q, options, into)
-    tile = launch.find_attention_tile("attention_dkdv", q, variant)
+    if tile is None:
+        tile = launch.find_attention_tile("attention_dkdv", q, variant)
     table, by_sample = launch.table_of(options, q, keys=True)
     step, (of_q, of_k, of_v, of_do, *others) = launch.shared_steps(q, k, v, do, dk, dv)
     of_q, of_do = launch.one_set(of_q, of_do)
     attention_dkdv_kernel[(launch.count_tiles(options.k_runs, tile.k) * Hkv * B,)](
-        q, k, v, do, lse, delta, dk, dv, table,
+        q, k, v, do, lse, delta, dk, dv,
+        None if dq_sums is None else launch.added_rows(dq_sums, tile), table,
         of_q, of_k, of_v, of_do, *others, by_sample,
         *launch.numbers(options, Hkv, H // Hkv), *launch.constants(options, into, step, D, tile),
         **launch.launch_options(tile, q, variant))  # fmt: skip

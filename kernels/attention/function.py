@@ -177,6 +177,7 @@ def attention(
     dropout: float = 0.0,
     dropout_seed: int | torch.Tensor = 0,
     dropout_origin: Sequence[int] = (0, 0),
+    deterministic: bool = False,
     q_runs: Runs | None = None,
     k_runs: Runs | None = None,
     return_lse: bool = False,
@@ -215,6 +216,9 @@ def attention(
         dropout_seed: an integer, or for a CUDA graph, whose replays repeat the integers of the
             capture, a 0-dim int64 tensor on q's device. The tensor's value is not checked.
         dropout_origin: the global indices of q's first sample and first head.
+        deterministic: the gradient of q has the same bits in every run. It always has, unless the
+            tile table of this GPU (``warpweave tune``) says that a kernel that adds its parts in
+            any order is faster. ``torch.use_deterministic_algorithms(True)`` also excludes it.
         q_runs, k_runs: the global positions of the rows, by default ((0, S),): at most two runs
             (start, length), or (start, length, stripes) for start, start + stripes, ... The last Sq
             of Sk tokens, as in decoding, are ``q_runs=((Sk - Sq, Sq),)``.
@@ -240,7 +244,7 @@ def attention(
     """
     options = AttentionOptions(
         causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin,
-        q_runs, k_runs, impl,
+        q_runs, k_runs, impl, deterministic=deterministic,
     )  # fmt: skip
     q, k, padded_v, options = prepared(q, k, v, sinks, options)
     o, lse = attend(q, k, padded_v, sinks, options)

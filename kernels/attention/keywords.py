@@ -27,6 +27,7 @@ class AttentionKeywords(TypedDict, total=False):
     dropout: float
     dropout_seed: int | torch.Tensor
     dropout_origin: Sequence[int]
+    deterministic: bool
     impl: str | None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from warpweave.kernels.attention.visible import document_table, rows_of
 from warpweave.kernels.reference import Run
 from warpweave.kernels.runtime.dispatch import all_registers, capability, triton
 from warpweave.kernels.runtime.tile_table import AttentionTile
-from warpweave.kernels.runtime.tiles import find
+from warpweave.kernels.runtime.tiles import find, find_optional
 
 # ---------------------------------------------------------------- tiles
 
@@ -62,6 +63,23 @@ def padded(head_dim: int) -> int:
 def find_attention_tile(kernel: str, q: torch.Tensor, variant: frozenset[str]) -> AttentionTile:
     """The tile of "attention_fwd", "attention_dkdv" or "attention_dq" for q[B, S, H, D]."""
     return find(kernel, q.device, q.element_size(), q.shape[3], variant)
+
+
+def find_fused_tile(
+    q: torch.Tensor, k: torch.Tensor, options: AttentionOptions, into: bool
+) -> AttentionTile | None:
+    """The tile of "attention_bwd", which computes dq, dk and dv in one kernel, or None if there is
+    none, or results must be deterministic.
+
+    Its sums of dq have 32-bit row numbers.
+    """
+    if options.deterministic or torch.are_deterministic_algorithms_enabled():
+        return None
+    B, S, H, D = q.shape
+    if not q.numel() or not k.numel() or B * S * H >= 2**31:
+        return None
+    variant = variant_of(q, options, into)
+    return find_optional("attention_bwd", q.device, q.element_size(), D, variant)
 
 
 def launch_options(tile: AttentionTile, q: torch.Tensor, variant: frozenset[str]) -> dict[str, int]:
@@ -121,6 +139,20 @@ def shared_steps(*tensors: torch.Tensor) -> tuple[int, list[Steps]]:
 def one_set(k: Steps, v: Steps) -> tuple[Steps, Steps | None]:
     """Replace v's steps by None if they equal k's: kernels then hold one set of addresses."""
     return k, None if v == k else v
+
+
+def added_rows(sums: torch.Tensor, tile: AttentionTile) -> Any:
+    """sums[B, H, S, D] as rows [B * H * S, D] that a kernel adds tiles to.
+
+    From Hopper on, float32 sums are a tensor descriptor: the copy engine adds a tile in shared
+    memory, and no thread computes addresses. Otherwise they are a pointer for atomics.
+    """
+    if capability(sums.device) < 90 or sums.dtype != torch.float32:
+        return sums
+    from triton.tools.tensor_descriptor import TensorDescriptor  # here, as Triton may be missing
+
+    D = sums.shape[3]
+    return TensorDescriptor.from_tensor(sums.view(-1, D), [tile.q, padded(D)])
 
 
 def table_of(

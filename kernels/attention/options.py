@@ -45,6 +45,7 @@ class AttentionOptions(NamedTuple):
     k_runs: Sequence[Run] | None = None
     impl: str | None = None
     table: torch.Tensor | None = None  # of `Packed` documents
+    deterministic: bool = False
 
 
 def split_options(
@@ -80,9 +81,10 @@ def check_numbers(options: AttentionOptions) -> AttentionOptions:
     Raises ValueError if one is invalid or out of range.
     """
     check_impl(options.impl)
-    causal, origin = options.causal, options.dropout_origin
-    if not isinstance(causal, int):
-        raise ValueError(f"causal must be a bool, got {causal!r}")
+    origin = options.dropout_origin
+    for name, flag in (("causal", options.causal), ("deterministic", options.deterministic)):
+        if not isinstance(flag, int):
+            raise ValueError(f"{name} must be a bool, got {flag!r}")
     window = None if options.window is None else _integer("window", options.window)
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 or None, got {window}")
@@ -101,7 +103,8 @@ def check_numbers(options: AttentionOptions) -> AttentionOptions:
         raise ValueError(f"dropout_origin must be (sample, head), got {origin}")
     check_key(seed, *origin)
     return options._replace(
-        causal=bool(causal),
+        causal=bool(options.causal),
+        deterministic=bool(options.deterministic),
         window=None if window is None else min(window, FARTHEST),  # an operator accepts 64 bits
         scale=scale,
         softcap=softcap,

@@ -64,8 +64,10 @@ KERNELS: dict[str, type[AttentionTile] | type[GemmTile]] = {
     "attention_fwd": AttentionTile,
     "attention_dkdv": AttentionTile,
     "attention_dq": AttentionTile,
+    "attention_bwd": AttentionTile,  # optional: only where it is faster than the two before it
     "gemm": GemmTile,
 }
+OPTIONAL_KERNELS = ("attention_bwd",)  # kernels that are used only where the table has a row
 
 _SIDES = (16, 32, 64, 128, 256, 512, 1024)  # a tensor core needs at least 16
 SIZES: dict[str, Sequence[int]] = {

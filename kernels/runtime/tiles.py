@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -64,36 +64,59 @@ def find(
     The elements have `size` bytes. `kind` is a head dim or a kind of product, `variant` a variant
     of attention. Raises ValueError, listing the available kinds, if no row fits.
     """
+    tile = find_optional(kernel, device, size, kind, variant)
+    return _no_tile(kernel, *_place(device), size, kind, variant) if tile is None else tile
+
+
+def find_optional(
+    kernel: str, device: torch.device, size: int, kind: Kind, variant: frozenset[str] = PLAIN
+) -> Any:
+    """`find`, but None if no row fits, for kernels that are used only where the table has a row."""
     pins = _pinned.get()
     if pins is not None:
         tile = _fitting({k: t for (n, s, k), t in pins.items() if (n, s) == (kernel, size)}, kind)
         if tile is not None:
             return tile
-    if INTERPRET:
-        return find_on(kernel, 0, "", size, kind, variant)
-    return find_on(kernel, capability(device), device_name(device), size, kind, variant)
+    row = row_on(kernel, *_place(device), size, kind, variant)
+    return None if row is None else row.tile
 
 
 def find_on(
     kernel: str, arch: int, name: str, size: int, kind: Kind, variant: frozenset[str] = PLAIN
 ) -> Any:
     """`find` for a device of this capability and name; "" ignores a user's rows."""
-    return row_on(kernel, arch, name, size, kind, variant).tile
+    row = row_on(kernel, arch, name, size, kind, variant)
+    return _no_tile(kernel, arch, name, size, kind, variant) if row is None else row.tile
 
 
 @cache
 def row_on(
     kernel: str, arch: int, name: str, size: int, kind: Kind, variant: frozenset[str] = PLAIN
-) -> TileRow:
-    """The row that contains the tile of `find_on`."""
+) -> TileRow | None:
+    """The row that contains the tile of `find_on`, or None if no row fits."""
+    return _fitting(_rows_on(kernel, arch, name, size, variant), kind)
+
+
+def _place(device: torch.device) -> tuple[int, str]:
+    """The capability and name by which a device's rows are found."""
+    return (0, "") if INTERPRET else (capability(device), device_name(device))
+
+
+def _rows_on(
+    kernel: str, arch: int, name: str, size: int, variant: frozenset[str]
+) -> dict[Kind, TileRow]:
     rows = shipped_rows(kernel, arch, size, variant)
     if name and not variant:
         own = own_rows(name)
         rows |= {row.kind: row for row in own if (row.kernel, row.size) == (kernel, size)}
-    row = _fitting(rows, kind)
-    if row is None:
-        raise ValueError(f"{kernel} has no tile for {kind!r}; it has tiles for {[*rows]}")
-    return row
+    return rows
+
+
+def _no_tile(
+    kernel: str, arch: int, name: str, size: int, kind: Kind, variant: frozenset[str]
+) -> NoReturn:
+    rows = _rows_on(kernel, arch, name, size, variant)
+    raise ValueError(f"{kernel} has no tile for {kind!r}; it has tiles for {[*rows]}")
 
 
 def _fitting(rows: Mapping[Kind, T], kind: Kind) -> T | None:
@@ -110,8 +133,9 @@ def _fitting(rows: Mapping[Kind, T], kind: Kind) -> T | None:
 
 @contextmanager
 def pinned(tiles: Mapping[Key, Tile]) -> Iterator[None]:
-    """A context in which launches of this thread use these tiles, on any device."""
-    token = _pinned.set(tiles)
+    """A context in which launches of this thread use these tiles, and otherwise those of the
+    contexts around it, on any device."""
+    token = _pinned.set({**(_pinned.get() or {}), **tiles})
     try:
         yield
     finally:
@@ -127,7 +151,8 @@ def shipped_rows(
     """Kind or head dim -> its first row for `variant`, on a device of capability `arch`."""
     version = triton_version()
     of_size = [row for row in shipped_table() if (row.kernel, row.size) == (kernel, size)]
-    best = max(r.where for r in of_size if isinstance(r.where, int) and r.where <= arch)
+    places = (r.where for r in of_size if isinstance(r.where, int) and r.where <= arch)
+    best = max(places, default=None)
     found: dict[Kind, TileRow] = {}
     for row in of_size:
         if row.where == best and row.fits(version, variant):
@@ -145,8 +170,8 @@ def triton_version() -> tuple[int, int]:
 def shipped_table() -> tuple[TileRow, ...]:
     """Every shipped row.
 
-    For each kernel, capability and element size there is a row for every kind of product, or for
-    the largest head dim.
+    For each kernel but the optional ones, capability and element size there is a row for every kind
+    of product, or for the largest head dim.
     """
     return tuple(read_table(Path(__file__).with_name("tiles.json"), by="capability"))
 

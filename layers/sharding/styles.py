@@ -414,8 +414,9 @@ def _local(x: torch.Tensor, mesh: DeviceMesh, layout: Placement, what: str) -> t
     dim = dim_of(layout, x.ndim, what)
     if not isinstance(x, DTensor):
         return x
-    if dim is not None and (size := x.shape[dim]) % (ranks := mesh.size()):
+    if dim is not None and x.shape[dim] % mesh.size():
         raise ValueError(
-            f"{what} {layout}: size {size} of this dim is not divisible by {ranks} ranks"
+            f"{what} {layout}: size {x.shape[dim]} of this dim is not divisible by {mesh.size()} "
+            "ranks"
         )
     return x.redistribute(mesh, [layout]).to_local()

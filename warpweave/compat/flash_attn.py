@@ -14,10 +14,10 @@ the same tensor of boundaries for queries and keys and no asymmetric window. Oth
 boundaries are read, once for all layers that get the same tensor. If those of queries and keys
 differ, or the window is asymmetric, each sequence is one call.
 
-Any floating dtype of at least 16 bits and any head size up to 256 is supported. `deterministic` has
-no effect: the backward has no atomics. Dropout zeroes weights by a key drawn from the generator of
-q's device. `torch.manual_seed` makes it reproducible, but the masks differ from flash-attention's.
-`alibi_slopes` and `block_table` are not supported and raise ValueError.
+Any floating dtype of at least 16 bits and any head size up to 256 is supported. Dropout zeroes
+weights by a key drawn from the generator of q's device. `torch.manual_seed` makes it reproducible,
+but the masks differ from flash-attention's. `alibi_slopes` and `block_table` are not supported and
+raise ValueError.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def flash_attn_func(
         torch.Size([2, 16, 4, 8])
     """
     _refuse_given(alibi_slopes=alibi_slopes)
-    options = _options(q.device, dropout_p, softmax_scale, softcap)
+    options = _options(q.device, dropout_p, softmax_scale, softcap, deterministic)
     return _result(_attend_at_the_end(q, k, v, causal, window_size, options), return_attn_probs)
 
 
@@ -153,7 +153,7 @@ def flash_attn_varlen_func(
                 f"{name} must be a non-empty 1-D int32 or int64 tensor (one more entry than "
                 f"sequences), got {x.dtype} {tuple(x.shape)}"
             )
-    options = _options(q.device, dropout_p, softmax_scale, softcap)
+    options = _options(q.device, dropout_p, softmax_scale, softcap, deterministic)
     both = ("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)
     if q.is_cpu:  # elsewhere reading them waits for the device
         for each in both:
@@ -320,7 +320,7 @@ def flash_attn_with_kvcache(
     if cache_leftpad is not None:
         found = _integers("cache_leftpad", cache_leftpad, batch, k_cache.shape[1])
         begins = upload(torch.tensor(found), q.device)
-    options = _options(q.device, 0.0, softmax_scale, softcap)
+    options = _options(q.device, 0.0, softmax_scale, softcap, False)
     as_one = len(set(filled)) == 1 and rows == list(range(len(k_cache)))
     parts = []
     for these in [slice(0, batch)] if as_one else [slice(i, i + 1) for i in range(batch)]:
@@ -382,11 +382,14 @@ def _mask(causal: bool, window_size: Window, queries: int, keys: int) -> dict:
     return mask
 
 
-def _options(device: torch.device, dropout: float, scale: float | None, softcap: float) -> dict:
+def _options(
+    device: torch.device, dropout: float, scale: float | None, softcap: float, deterministic: bool
+) -> dict:
     """The keywords that every sequence of a call shares."""
     seed = torch.randint(2**63 - 1, (), device=device) if dropout else 0
     return {
         "scale": scale, "softcap": softcap or None, "dropout": dropout, "dropout_seed": seed,
+        "deterministic": deterministic,
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from warpweave.kernels.gemm import fused as gemm
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
 from warpweave.kernels.runtime.tile_table import KINDS, Kind, Tile
-from warpweave.kernels.runtime.tiles import Key, find_on
+from warpweave.kernels.runtime.tiles import Key, row_on
 
 TOKENS, WIDTH = 8192, 4096
 
@@ -59,14 +59,24 @@ class Problem:
         assert isinstance(self.kind, int)
         return self.kind
 
-    def shipped(self, arch: int) -> Tile:
-        """The shipped tile on a device of capability `arch`."""
-        return find_on(self.kernel, arch, "", self.size, self.kind)
+    @property
+    def launches(self) -> tuple[str, ...]:
+        """Parts of the names of the compiled kernels that use its tile, or that it replaces."""
+        names = {"attention_bwd": ("attention_dkdv", "attention_dq"), "gemm": ("",)}
+        return names.get(self.kernel, (self.kernel,))
 
-    def pins(self, tile: Tile) -> dict[Key, Tile]:
-        """Pins that make this problem's calls use `tile`.
+    def shipped(self, arch: int) -> Tile | None:
+        """The shipped tile on a device of capability `arch`; None if an optional kernel has none,
+        so that others run instead."""
+        row = row_on(self.kernel, arch, "", self.size, self.kind)
+        return None if row is None else row.tile
+
+    def pins(self, tile: Tile | None) -> dict[Key, Tile]:
+        """Pins that make this problem's calls use `tile`; None pins nothing.
 
         Products pin all kinds, because a product's size decides its kind."""
+        if tile is None:
+            return {}
         kinds = KINDS if self.kernel == "gemm" else (self.kind,)
         return {(self.kernel, self.size, kind): tile for kind in kinds}
 

@@ -1,7 +1,8 @@
 """Candidate tiles of a kernel, and their faults once compiled; no GPU is needed.
 
-Candidates are one or two steps from the shipped tile. A step doubles or halves one side or the
-warps, or adds or removes one stage. Candidates are not compiled if a lower bound on their shared
+Candidates are one or two steps from the shipped tile, or for the fused backward of attention, which
+has none, from a tile that compiles well for Hopper. A step doubles or halves one side or the warps,
+or adds or removes one stage. Candidates are not compiled if a lower bound on their shared
 memory or registers exceeds the device. For the others, `fault` describes problems with the compiled
 kernels.
 """
@@ -13,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from warpweave.kernels.devices import TARGETS, Device
-from warpweave.kernels.runtime.tile_table import SIZES, GemmTile, Tile
+from warpweave.kernels.runtime.tile_table import SIZES, AttentionTile, GemmTile, Tile
 from warpweave.kernels.runtime.tiles import pinned
 from warpweave.machine.tune.aot import Compiled, compiling
 from warpweave.machine.tune.calls import Problem, other_calls, timed_call
@@ -21,10 +22,16 @@ from warpweave.machine.tune.calls import Problem, other_calls, timed_call
 # ---------------------------------------------------------------- candidates
 
 
-def candidates(problem: Problem, part: Device, steps: int) -> list[Tile]:
-    """The shipped tile, then tiles up to `steps` steps from it that could fit, nearest first."""
+FUSED = AttentionTile(64, 128, 8, 2)  # for head dims 64 and 128 on Hopper nothing spills
+
+
+def candidates(problem: Problem, part: Device, steps: int) -> list[Tile | None]:
+    """The shipped tile, or None without one, then tiles up to `steps` steps from it that could fit,
+    nearest first."""
     shipped = problem.shipped(part.arch)
-    return [shipped] + [tile for tile in around(shipped, steps) if could_fit(problem, tile, part)]
+    others = around(FUSED if shipped is None else shipped, steps)
+    others = [FUSED, *others] if shipped is None else others
+    return [shipped, *(tile for tile in others if could_fit(problem, tile, part))]
 
 
 def around(tile: Tile, steps: int) -> list[Tile]:
@@ -63,7 +70,7 @@ def could_fit(problem: Problem, tile: Tile, part: Device) -> bool:
     else:
         D = max(16, 1 << (problem.head_dim - 1).bit_length())
         fixed, moving, sums = tile.q, tile.k, 1
-        if problem.kernel == "attention_dkdv":
+        if problem.kernel in ("attention_dkdv", "attention_bwd"):
             fixed, moving, sums = tile.k, tile.q, 2
         step, held = 2 * moving * D, sums * fixed * D + fixed * moving
     shared = max(1, tile.stages - 1) * step * size
@@ -73,7 +80,7 @@ def could_fit(problem: Problem, tile: Tile, part: Device) -> bool:
 # ---------------------------------------------------------------- compiled
 
 
-def compile_tile(target: str, problem: Problem, tile: Tile) -> list[Compiled] | str:
+def compile_tile(target: str, problem: Problem, tile: Tile | None) -> list[Compiled] | str:
     """Compile the timed call with `tile`. Return its kernels, or the error in one line."""
     return _compile(target, problem, tile, timed_call(problem, _meta))
 
@@ -110,14 +117,16 @@ def fault(found: list[Compiled] | str, problem: Problem, spilled: int = 0) -> st
     return ""
 
 
-def resident(tile: Tile, found: list[Compiled]) -> Tile:
+def resident(tile: Tile | None, found: list[Compiled]) -> Tile | None:
     """Set a product's tile to as many programs per multiprocessor as fit; return others as is."""
     if not isinstance(tile, GemmTile):
         return tile
     return tile._replace(residents=min(kernel.occupancy for kernel in found))
 
 
-def _compile(target: str, problem: Problem, tile: Tile, call: Callable) -> list[Compiled] | str:
+def _compile(
+    target: str, problem: Problem, tile: Tile | None, call: Callable
+) -> list[Compiled] | str:
     with compiling(target) as found, pinned(problem.pins(tile)):
         try:
             call()
@@ -126,7 +135,7 @@ def _compile(target: str, problem: Problem, tile: Tile, call: Callable) -> list[
             while inner.__cause__ is not None:  # Triton wraps it once per device function
                 inner = inner.__cause__
             return " ".join(f"{type(inner).__name__}: {inner}".split())[:200]
-    own = [c for c in found if problem.kernel == "gemm" or problem.kernel in c.kernel]
+    own = [c for c in found if any(name in c.kernel for name in problem.launches)]
     if not own:
         raise RuntimeError(f"{problem} did not launch its kernel")
     return own

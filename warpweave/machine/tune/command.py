@@ -55,7 +55,7 @@ def tune_here(config: TuneConfig, make_bench: Callable[[], Bench] = cuda_bench) 
         "table": str(config.output),
         "triton": triton.__version__,
         "tuned": len(report.rows),
-        "changed": sum(row.tile != shipped for _, row, shipped in report.rows),
+        "changed": sum(row.tile != row.shipped for row in report.rows),
         "wrong": report.wrong,
         "left_out": report.left_out,
         "seconds": round(time.perf_counter() - began, 1),
@@ -65,7 +65,7 @@ def tune_here(config: TuneConfig, make_bench: Callable[[], Bench] = cuda_bench) 
 def dry_run(config: TuneConfig) -> dict[str, Any]:
     """Compile the candidates for a GPU that is not present, and print those without fault.
 
-    Each problem lists its shipped tile, then the others, nearest first. Nothing is timed or
+    Each problem lists its shipped tile, if any, then the others, nearest first. Nothing is timed or
     written."""
     began, part, rows, left_out = time.perf_counter(), TARGETS[config.target], [], []
     todo = config.problems()
@@ -80,7 +80,7 @@ def dry_run(config: TuneConfig) -> dict[str, Any]:
             figures = "  ".join(f"{name} {value:6}" for name, value in worst.items())
             mark = "" if number else "  (shipped)"
             print(f"{problem!s:24} {short(tile):58} {figures}{mark}", flush=True)
-            rows.append({"problem": str(problem), "tile": tile._asdict(), **worst})
+            rows.append({"problem": str(problem), "tile": tile and tile._asdict(), **worst})
     return {
         "dry": True,
         "target": config.target,

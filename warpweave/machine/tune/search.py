@@ -48,25 +48,26 @@ class Bench:
     device: str
     part: Device
     timer: Timer
-    compile: Callable[[Problem, Tile], list[Compiled] | str]
-    first_fault: Callable[[Problem, Tile], str]
+    compile: Callable[[Problem, Tile | None], list[Compiled] | str]
+    first_fault: Callable[[Problem, Tile | None], str]
     call: Callable[[Problem], Call]
 
 
 class Outcome(NamedTuple):
-    """A problem, the row written for it, and the shipped tile; as text, "old -> new"."""
+    """A problem, the shipped and the best tile, and their microseconds; as text, "old -> new"."""
 
     problem: Problem
-    row: TileRow
-    shipped: Tile
+    shipped: Tile | None
+    tile: Tile | None
+    shipped_us: float
+    us: float
 
     def __str__(self) -> str:
-        _, row, shipped = self
-        old = f"{short(shipped)} {row.shipped_us:.1f} us"
-        if row.tile == shipped:
+        old = f"{short(self.shipped)} {self.shipped_us:.1f} us"
+        if self.tile == self.shipped:
             return f"{old}, unchanged"
-        ratio = row.shipped_us / row.us
-        return f"{old} -> {short(row.tile)} {row.us:.1f} us, {ratio:.3f} times as fast"
+        ratio = self.shipped_us / self.us
+        return f"{old} -> {short(self.tile)} {self.us:.1f} us, {ratio:.3f} times as fast"
 
 
 @dataclass
@@ -78,8 +79,10 @@ class SearchReport:
     left_out: list[str] = field(default_factory=list)
 
 
-def short(tile: Tile) -> str:
+def short(tile: Tile | None) -> str:
     """A tile's sizes in one line."""
+    if tile is None:
+        return "(no tile: others run)"
     return " ".join(f"{name}={value}" for name, value in tile._asdict().items())
 
 
@@ -89,11 +92,11 @@ def short(tile: Tile) -> str:
 def fitting(
     problem: Problem,
     part: Device,
-    compiler: Callable[[Problem, Tile], list[Compiled] | str],
+    compiler: Callable[[Problem, Tile | None], list[Compiled] | str],
     steps: int,
-) -> dict[Tile, list[Compiled]]:
+) -> dict[Tile | None, list[Compiled]]:
     """The shipped tile and all candidates that compile without fault, with their kernels."""
-    found: dict[Tile, list[Compiled]] = {}
+    found: dict[Tile | None, list[Compiled]] = {}
     shipped, *others = candidates(problem, part, steps)
     for tile in (shipped, *others):
         compiled = compiler(problem, tile)
@@ -109,8 +112,8 @@ def fitting(
 
 
 def agreeing(
-    problem: Problem, found: Sequence[Tile], bench: Bench, report: SearchReport
-) -> list[Tile]:
+    problem: Problem, found: Sequence[Tile | None], bench: Bench, report: SearchReport
+) -> list[Tile | None]:
     """The tiles that compute the same as the first, the shipped one; others are reported."""
     shipped, *others = found
     truth = _under(problem, shipped, bench.call(problem))()
@@ -141,7 +144,9 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return inf if isnan(error) else error
 
 
-def best(problem: Problem, found: Sequence[Tile], bench: Bench) -> tuple[Tile, float, float]:
+def best(
+    problem: Problem, found: Sequence[Tile | None], bench: Bench
+) -> tuple[Tile | None, float, float]:
     """(best tile, its microseconds, those of the first, the shipped tile), by interleaved rounds.
 
     The fastest few of a first pass are timed again, because the fastest of many may have been
@@ -165,7 +170,9 @@ def best(problem: Problem, found: Sequence[Tile], bench: Bench) -> tuple[Tile, f
     return shipped, us[shipped], us[shipped]
 
 
-def _ratios(times: dict[Tile, list[float]], shipped: Tile) -> dict[Tile, float]:
+def _ratios(
+    times: dict[Tile | None, list[float]], shipped: Tile | None
+) -> dict[Tile | None, float]:
     """Each tile's median over rounds of its time relative to the shipped one's."""
     return {
         tile: median(a / b for a, b in zip(ms, times[shipped], strict=True))
@@ -173,7 +180,7 @@ def _ratios(times: dict[Tile, list[float]], shipped: Tile) -> dict[Tile, float]:
     }
 
 
-def _under(problem: Problem, tile: Tile, call: Call) -> Call:
+def _under(problem: Problem, tile: Tile | None, call: Call) -> Call:
     def run() -> tuple[Tensor, ...]:
         with tiles.pinned(problem.pins(tile)):
             return call()
@@ -199,22 +206,38 @@ def tune(
             report.left_out.append(str(problem))
             continue
         found = [*fitting(problem, bench.part, bench.compile, steps)]
-        found = agreeing(problem, found, bench, report)
-        tile, us, shipped_us = best(problem, found, bench)
-        row = TileRow(
-            bench.device, problem.kernel, problem.size, problem.kind, tile,
-            triton.__version__, round(us, 2), round(shipped_us, 2),
-        )  # fmt: skip
-        add_rows(path, [row])
-        report.rows.append(Outcome(problem, row, found[0]))
+        with tiles.pinned(_replaced(problem, report)):
+            found = agreeing(problem, found, bench, report)
+            tile, us, shipped_us = best(problem, found, bench)
+        us, shipped_us = round(us, 2), round(shipped_us, 2)
+        place = bench.device, problem.kernel, problem.size, problem.kind
+        if tile is None:
+            add_rows(path, [], without=place)
+        else:
+            add_rows(path, [TileRow(*place, tile, triton.__version__, us, shipped_us)])
+        report.rows.append(Outcome(problem, found[0], tile, shipped_us, us))
         _say(f"{problem}: {len(found)} tiles, {report.rows[-1]}")
     return report
 
 
-def add_rows(path: Path, rows: Sequence[TileRow]) -> None:
-    """Put rows into the table at `path`, replacing those with the same key and keeping others."""
+def _replaced(problem: Problem, report: SearchReport) -> dict[tiles.Key, Tile]:
+    """The best tiles so far of the kernels that `problem` would replace."""
+    found: dict[tiles.Key, Tile] = {}
+    for other, _, tile, *_ in report.rows:
+        if other.kernel in problem.launches and (other.dtype, other.kind) == (
+            problem.dtype, problem.kind,
+        ):  # fmt: skip
+            found |= other.pins(tile)
+    return found
+
+
+def add_rows(path: Path, rows: Sequence[TileRow], without: tuple | None = None) -> None:
+    """Put rows into the table at `path`, replacing those with the same key and keeping others,
+    except a row with the key `without`."""
     kept = read_table(path, by="device") if os.path.lexists(path) else []
-    write_table(path, {row.key: row for row in (*kept, *rows)}.values())
+    of_key = {row.key: row for row in (*kept, *rows)}
+    of_key.pop(without, None)
+    write_table(path, of_key.values())
 
 
 def _say(text: str) -> None:
