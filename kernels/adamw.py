@@ -388,8 +388,8 @@ def _check_shards(master, grad, m, v, param, grad_scale, skip) -> None:
             )
         if not x.dtype.is_floating_point or (name in ("m", "v") and x.dtype != master.dtype):
             raise ValueError(
-                f"{name} must have a float dtype (m and v that of master, {master.dtype}), got "
-                f"{x.dtype}"
+                f"{name} must have a float dtype, and m and v must have the dtype of master "
+                f"({master.dtype}), got {x.dtype}"
             )
     for name, x in (("grad_scale", grad_scale), ("skip", skip)):
         if x is not None and x.ndim != 0:

@@ -146,7 +146,7 @@ def attention(
         lengths = [Sq] if documents is None else list(documents)
         if Sq != Sk or sum(lengths) != Sq:
             raise ValueError(
-                "with a window or documents, Sq, Sk and sum(documents) must be equal, got "
+                "Sq, Sk and sum(documents) must be equal if a window or documents are given, got "
                 f"{Sq}, {Sk} and {lengths}"
             )
         bands = [(n, n if window is None else min(window, n)) for n in lengths]

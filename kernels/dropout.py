@@ -91,7 +91,7 @@ def check_key(seed: int | torch.Tensor, *counters: int) -> None:
     if isinstance(seed, torch.Tensor):
         if seed.ndim or seed.dtype != torch.int64:
             raise ValueError(
-                f"a seed that is a tensor must be 0-dim int64, got {seed.dtype} {[*seed.shape]}"
+                f"seed must be an int or a 0-dim int64 tensor, got {seed.dtype} {[*seed.shape]}"
             )
         seed = 0
     if not (0 <= seed < 2**63 and all(0 <= n < 2**32 for n in counters)):

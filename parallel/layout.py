@@ -84,8 +84,8 @@ class SequenceLayout:
             raise ValueError(f"expected parts >= 1 and seq_len >= 0, got {given}")
         if (self.chunks is not None) != (self.kind == "balanced"):
             raise ValueError(
-                "kind 'balanced' requires chunks, and other kinds do not allow them (`balance` "
-                f"makes a balanced layout), got {self}"
+                "kind 'balanced' requires chunks, and other kinds do not allow them (use "
+                f"`balance` to make a balanced layout), got {self}"
             )
         if self.chunks is not None:
             numbers = sorted(n for own in self.chunks for n in own)
@@ -98,8 +98,8 @@ class SequenceLayout:
             ascending = all([*own] == sorted(own) for own in self.chunks)
             if numbers != [*range(len(numbers))] or not ascending:
                 raise ValueError(
-                    f"expected each of chunks 0 to {len(numbers) - 1} once, ascending on each "
-                    f"rank, got {self.chunks}"
+                    f"expected chunks 0 to {len(numbers) - 1} exactly once each, in ascending "
+                    f"order on each rank, got {self.chunks}"
                 )
 
     @property

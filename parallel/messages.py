@@ -201,8 +201,8 @@ def _check_peers(rank: int, ends: _Ends, ranks: int) -> None:
     for at in (*ends.sends, *ends.receives):
         if at == rank or not 0 <= at < ranks:
             raise RuntimeError(
-                f"rank {rank} sends to or receives from rank {at}; expected a different rank from "
-                f"0 to {ranks - 1}"
+                f"rank {rank} sends to or receives from rank {at}; expected one of the other ranks "
+                f"in [0, {ranks - 1}]"
             )
 
 

@@ -60,7 +60,7 @@ ROWS: dict[str, tuple[Callable[..., Any], Tensor, tuple[Tensor, ...]]] = {
 # name -> a call with x as a DTensor, and the message that rejects it
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "x": (lambda x: rms_norm(X, x[0, 0]),
-          "rms_norm got a plain tensor for x together with a DTensor; pass x as a DTensor too"),
+          "rms_norm got a plain tensor for x together with a DTensor; pass x as a DTensor"),
     "residual": (lambda x: layer_norm(x, _draw(8), residual=X),
                  "layer_norm got a plain tensor for residual together"),
     "mlp": (lambda x: mlp(X, x[0, :, :], _draw(8, 6), activation="gelu"),

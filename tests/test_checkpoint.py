@@ -185,7 +185,7 @@ def test_the_newest_k_stay_and_foreign_files_are_never_touched(tmp_path: Path) -
         save(tmp_path, step)
     (tmp_path / "step_00000001" / "plot.png").write_text("mine too")
     save(tmp_path, 3)
-    words = "step_00000001 is not a folder with only checkpoint files"
+    words = "step_00000001 is not a folder that contains only checkpoint files"
     with pytest.warns(CheckpointWarning, match=words):
         save(tmp_path, 4, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -225,7 +225,7 @@ def test_resaved_step_is_replaced_and_a_crash_between_renames_is_repaired(tmp_pa
 def test_a_folder_in_the_way_that_is_no_checkpoint_stays(tmp_path: Path) -> None:
     (tmp_path / "step_00000007").mkdir()
     (tmp_path / "step_00000007" / "thesis.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match="only checkpoint files; move it away"):
+    with pytest.raises(CheckpointError, match="only checkpoint files; move it elsewhere"):
         save(tmp_path)
     assert (tmp_path / "step_00000007" / "thesis.tex").read_text() == "years of work"
 

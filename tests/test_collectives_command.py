@@ -98,10 +98,10 @@ def test_a_wrong_sum_is_an_error() -> None:
         ({"node": 0}, "ranks (4) is not divisible by node (0)"),
         ({"ranks": 6, "node": 4}, "ranks (6) is not divisible by node (4)"),
         ({"repeats": 0}, "repeats must be at least 1, got 0"),
-        ({"sizes": ("1K", "7")}, "sizes must be multiples of 4 bytes such as 64K, got '7'"),
-        ({"sizes": ("0",)}, "sizes must be multiples of 4 bytes such as 64K, got '0'"),
-        ({"sizes": ("6",)}, "sizes must be multiples of 4 bytes such as 64K, got '6'"),
-        ({"sizes": ("K",)}, "sizes must be multiples of 4 bytes such as 64K, got 'K'"),
+        ({"sizes": ("1K", "7")}, "sizes must be multiples of 4 bytes (such as 64K), got '7'"),
+        ({"sizes": ("0",)}, "sizes must be multiples of 4 bytes (such as 64K), got '0'"),
+        ({"sizes": ("6",)}, "sizes must be multiples of 4 bytes (such as 64K), got '6'"),
+        ({"sizes": ("K",)}, "sizes must be multiples of 4 bytes (such as 64K), got 'K'"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(options, says, monkeypatch, capsys) -> None:

@@ -174,7 +174,8 @@ def test_a_plan_that_the_model_cannot_follow_is_refused(plan, message):
          r"strategy 'hybrid' needs a pair of process groups \(ring, Ulysses\), got one"),
         (Mesh(cp=4, ulysses=2), "ring", "strategy 'ring' needs one process group, got a pair"),
         (Mesh(cp=4, ulysses=2), "measured",
-         "cp_strategy = 'measured' has nothing to choose with ulysses = 2; use 'hybrid'"),
+         "cp_strategy = 'measured' needs ulysses = 1, got 2, which leaves only one strategy; "
+         "use 'hybrid'"),
     ],
 )  # fmt: skip
 def test_a_context_that_the_mesh_cannot_follow_is_refused(mesh, strategy, message):

@@ -390,7 +390,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int) -> None
          r"8 tokens on each rank, but got q\[2, 8, 4, 8\], k\[2, 7, 2, 8\]"),
         ((q, kv, kv), {"documents": torch.arange(2).repeat_interleave(8)},
          r"boundaries, not one document id for each of the 16 tokens, got \[16\]"),
-        ((q, kv, kv), {"window": 0}, "window must be at least 1 or None, got 0"),
+        ((q, kv, kv), {"window": 0}, "window must be None or at least 1, got 0"),
         ((q, kv, kv), {"sinks": torch.zeros(3)}, r"sinks must have a float dtype and shape \(4,\)"),
         ((q[:, :, :1], kv[:, :, :1], kv[:, :, :1]), {"strategy": "ulysses"},
          "Ulysses over 2 ranks needs at least 2 query heads, got 1"),

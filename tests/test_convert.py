@@ -388,7 +388,7 @@ def test_a_model_that_no_family_can_be_is_refused_beside_the_nearest(config, kin
     with pytest.raises(ConvertError) as caught:
         write_config(config, kind)
     tried = kind or "gpt2, llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3_text, olmo2"
-    words = f"no model_type that was tried ({tried}) can express this model; the closest is "
+    words = f"none of the model types tried ({tried}) can express this model; the closest is "
     assert one_line(caught) == f"{words}{nearest}"
 
 
@@ -481,7 +481,7 @@ def _rewrite(folder: Path, change) -> None:
          "unexpected tensor extra: warpweave's Qwen2ForCaus"),
         (lambda t: t.update({"model.norm.weight": torch.ones(31)}), r"has shape \[31\], but conf"),
         (lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}),
-         "tensor model.norm.weight is I8; expected one of F64, F32, F16, BF16"),
+         "tensor model.norm.weight has dtype I8; expected one of F64, F32, F16, BF16"),
     ],
 )  # fmt: skip
 def test_tensors_that_are_not_the_models_are_named(change, message, folders, tmp_path):
@@ -535,12 +535,12 @@ def test_folders_that_hold_no_model_are_refused(folders, tmp_path):
     (empty / "model.safetensors").unlink()  # this file takes precedence over an index
     index = {"weight_map": {"model.norm.weight": "../secret.safetensors"}}
     (empty / "model.safetensors.index.json").write_text(json.dumps(index))
-    _refused(empty, r"no folder part, got '../secret.safetensors'")
+    _refused(empty, r"must not contain a folder, got '../secret.safetensors'")
 
 
 def test_a_model_of_other_sizes_is_not_filled(folders):
     found = from_hf(folders["llama2"])
-    with pytest.raises(ConvertError, match=r"has shape \[53, 32\] for embedding.weight, which is"):
+    with pytest.raises(ConvertError, match=r"has shape \[53, 32\] for embedding.weight, but the"):
         found.load(GPT(dataclasses.replace(found.config, vocab_size=54)))
     with pytest.raises(ConvertError, match=r"has nothing for positions.weight"):
         found.load(GPT(dataclasses.replace(found.config, positions="learned")))

@@ -328,7 +328,7 @@ def test_a_proof_of_another_layout_than_was_asked_for_is_an_error() -> None:
     errors = dict.fromkeys(KINDS, 1.0) | {"norm": 3.0, "where": "x on rank 1", "relative": {}}
     row = {"layout": str(layout), "errors": errors}
     assert ranks._axis({7: row}, 7, layout) == Measured(3.0, LIMITS["fp32"], "largest: x on rank 1")
-    with pytest.raises(RuntimeError, match=r"layout dp=2 .*, but they proved another"):
+    with pytest.raises(RuntimeError, match=r"layout dp=2 .*, got results for another$"):
         ranks._axis({7: row | {"layout": "another"}}, 7, layout)
 
 

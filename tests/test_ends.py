@@ -563,7 +563,7 @@ def test_one_rank_checks_one_locks_and_each_ends_as_it_should(monkeypatch, capsy
     said = capsys.readouterr().err
     for line in (
         "warmup (3) is longer than the run (steps = 2)",
-        "export will not accept this run: no model_type that was tried (gpt2",
+        "export will not accept this run: none of the model types tried (gpt2",
         "warpweave: momentum = 0.5 has no effect: optimizer = adamw uses --betas",
     ):
         assert (line in said) == ("locked" in done)

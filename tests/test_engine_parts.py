@@ -165,9 +165,8 @@ def _ahead(mesh: ConnectedMesh, m: int, ahead: int) -> None:
     def lacks(got: int) -> None:
         check(
             lambda: engine.step(*data, lr=0.1),
-            rf"needs {(ahead + 1) * m} micro-batches that were fed but not trained on yet, got "
-            rf"{got}; feed the data of {ahead} steps? \(Engine.feed\) before the first step and "
-            r"after a load$",
+            rf"needs {(ahead + 1) * m} queued micro-batches, got {got}; call Engine.feed with the "
+            rf"data of {ahead} steps? before the first step and after a load$",
         )
 
     for _ in range(2):

@@ -71,8 +71,8 @@ def run(lists: Schedule, stages: int, **more) -> dict[int, Plain]:
          "rank 0: no W follows the I of these (stage, micro-batch) pairs: [(0, 1), (1, 0), "
          "(1, 1)]"),
         (["0F1 0F0 1F0 1B0"], 2,
-         "rank 0: the action list ends with unused data of these (kind, stage, micro-batch): "
-         "[('B', 0, 0), ('F', 1, 1)]"),
+         "rank 0: the action list ends with unused data of these (kind, stage, micro-batch) "
+         "triples: [('B', 0, 0), ('F', 1, 1)]"),
         (["0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"], 2,
          "messages were sent but never received: 0SEND_F1 0SEND_F2"),
         (["0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1SEND_F0 1RECV_B0", "2RECV_F0 2F0"], 3,

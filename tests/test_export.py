@@ -500,7 +500,8 @@ CHOICES = (
     ({}, (2.5, 20), (30, None), (20, "pass --best to use it"), (20, 2.5)),
     (
         {10: 3.0, 15: 2.5}, (2.5, 15), (30, None), (15, "not kept"),
-        "at step 15) was not kept (kept: [10, 20, 30]); train with --early-stop",
+        "did not keep the checkpoint of step 15, which has the lowest validation loss, 2.5000 "
+        "(kept: [10, 20, 30]); train with --early-stop",
     ),
     ({}, (None, 0), (30, None), (), "has no validation loss; leave out --best"),
 )  # fmt: skip

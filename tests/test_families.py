@@ -343,8 +343,8 @@ def swapped(one: str, two: str) -> str:
          "deadlock: rank 0 at 3F0 waits for 3RECV_F0; rank 1 at 1RECV_F1 waits"),
         # without messages, for which no order suits both ranks
         ("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0",
-         "link F from rank 0 to 1: message 0 is sent by 0SEND_F0, but the receiver expects that of "
-         "0SEND_F1"),
+         "link F from rank 0 to 1: message 0 is sent by 0SEND_F0, but the receiver expects the "
+         "message of 0SEND_F1"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_subtly_wrong_is_refused_with_the_reason(text, message, tmp_path: Path):

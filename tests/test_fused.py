@@ -231,7 +231,7 @@ def _growing(rank: int) -> None:
     streams = mock.Mock(side_effect=[mock.Mock(cuda_stream=n) for n in (1, 2, 1)])
     with mock.patch.object(torch.cuda, "current_stream", streams):
         for words in (
-            "symmetric memory is on cpu, but tensors are on cuda:0",
+            "the symmetric memory is on cpu, but the tensors are on cuda:0",
             "op on rank . of 2: this workspace was used on",
         ):
             check(lambda: workspace.fitting("op", cuda, 1, 1), words)
@@ -271,7 +271,7 @@ def _left(rank: int) -> None:
     with out_of_memory, pytest.raises(MemoryError):
         gemm_reduce_scatter(a, b, memory=workspace)
     for op in (gemm_reduce_scatter, all_gather_gemm):
-        with pytest.raises(ValueError, match=r"ended gemm_reduce_scatter midway.*Workspace\.renew"):
+        with pytest.raises(ValueError, match=r"interrupted gemm_reduce_sc.*Workspace\.renew"):
             op(10 * a, b, memory=workspace)
     dist.barrier()
     workspace.renew()
@@ -281,7 +281,7 @@ def _left(rank: int) -> None:
         bounded._memory = local_memory(2, slots=4, capacity=1 << 10, polls=3)[0]
         with pytest.raises(TimeoutError, match="gemm_reduce_scatter on rank 0 of 2, operation 1"):
             gemm_reduce_scatter(a, b, memory=bounded)
-        check(lambda: all_gather_gemm(a, b, memory=bounded), "ended gemm_reduce_scatter midway")
+        check(lambda: all_gather_gemm(a, b, memory=bounded), "interrupted gemm_reduce_scatter; ")
 
 
 def _bounded(rank: int) -> None:

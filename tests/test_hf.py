@@ -425,7 +425,7 @@ def test_masks_that_are_no_run_of_keys_are_refused(llama):
     holes = torch.ones(2, 11, dtype=torch.int64)
     holes[0, 4] = 0
     own = torch.zeros(2, 1, 11, 11)
-    words = r"LlamaAttention: .* of shape \[2, 1, 11, 11\] .your own"
+    words = r"LlamaAttention: .* of shape \[2, 1, 11, 11\] that is custom"
     functions = transformers.masking_utils
     blocks = functions.or_masks(functions.causal_mask_function, lambda b, h, q, k: q == k)
     q, k = torch.ones(1, 1, 3, 4), torch.ones(1, 1, 5, 4)

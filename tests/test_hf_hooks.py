@@ -111,7 +111,8 @@ def everywhere(model: nn.Module) -> list:
 
 STATES = {"output_hidden_states": True}
 EQUAL = ""
-TOKENS, HEADS = "would see one rank's tokens", "would see one rank's heads or hidden units"
+TOKENS = "would see only one rank's tokens"
+HEADS = "would see only one rank's heads or hidden units"
 FORWARD = "its forward was replaced"
 LAYERS = "but tokens stay sharded over ranks from the first to the last of the 2"
 # The change, the request, and the outcome in each layout.
@@ -138,7 +139,7 @@ CASES = {
     "fewer layers": (shortened, {}, (LAYERS, LAYERS, EQUAL)),
     "a new norm behind a removed layer": (cut_in_front, {}, (LAYERS, LAYERS, EQUAL)),
     "another layer": (renewed, {}, (LAYERS, LAYERS, EQUAL)),
-    "a hook of all modules": (everywhere, {}, ("a global forward hook would see one rank's",) * 3),
+    "a hook of all modules": (everywhere, {}, ("a global forward hook would see only one",) * 3),
 }  # fmt: skip
 
 

@@ -363,7 +363,7 @@ SHARED_BY_NONE = {
     "two attentions": (("twice",), {}, "must call attention exactly once"),
     "a layer that is not called": (("one more layer",), {}, "must call attention exactly once"),
     "a norm in front": (
-        ("a norm of x",), {}, "as wide as a linear layer's output must directly follow"
+        ("a norm of x",), {}, "a linear layer's output width must directly follow a linear"
     ),
     "a number": (("a number",), {}, "its own parameters cannot be assigned to heads"),
     "and sinks": (("a number", "sinks"), {}, "its own parameters cannot be assigned to heads"),

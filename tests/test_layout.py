@@ -289,7 +289,7 @@ def test_the_picture_shows_who_has_queries_who_reads_and_how_much() -> None:
 
 UNLIKE = "kind 'balanced' requires chunks, and other kinds do not allow"
 UNEVEN = "expected the same nonzero number of chunks"
-ONCE = "expected each of chunks 0 to 3 once, ascending on each rank"
+ONCE = "expected chunks 0 to 3 exactly once each, in ascending order on each rank"
 
 
 @pytest.mark.parametrize(

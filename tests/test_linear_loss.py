@@ -235,7 +235,7 @@ def _refused(rank: int) -> None:
         ((x, part, labels), {"sequence_parallel": True}, r"labels int64\[24\]"),
         ((x[:, :4], part, labels), {}, r"got \[12, 4\] and \[600, 5\]"),
         ((x.float(), part, labels), {}, "x torch.float32, weight torch.float64"),
-        ((x, part, labels), {"reduction": "mean"}, "no rank knows all tokens"),
+        ((x, part, labels), {"reduction": "mean"}, "no rank has all tokens"),
         ((x, part, labels), {"reduction": "none", "recompute": False},
          "same incoming gradient for every"),
         ((x, part, labels), {"z_loss": -1.0}, "z_loss must be finite and not negative, got -1"),

@@ -226,7 +226,7 @@ def test_a_pass_that_cannot_be_is_refused() -> None:
     for lists, each, words in (
         (pipedream(2, 12), 5, "12 micro-batches are not divisible by 5 per pass"),
         (first, 3, "already have sends and receives"),
-        (_vee(4, 12), 3, "pass 1 would need 2F7 of a later pass"),
+        (_vee(4, 12), 3, "pass 1 would need 2F7 from a later pass"),
         (late, 1, r"pass 0 would have no action of stages \[0\]"),
     ):
         check(partial(cut_into_passes, lists, each), words)

@@ -329,7 +329,7 @@ def _of_other_length(rank: int) -> None:
     where = f"all_gather_gemm on rank {rank} of 2, operation 1 on this symmetric memory"
     with pytest.raises(ValueError, match=f"{where}: {other}"):
         all_gather_gemm(x, b, memory=memory)
-    with pytest.raises(ValueError, match="ended all_gather_gemm midway"):
+    with pytest.raises(ValueError, match="interrupted all_gather_gemm; "):
         all_gather_gemm(x[:5], b, memory=memory)
 
 
@@ -376,7 +376,7 @@ def test_only_an_operation_that_has_begun_is_remembered_as_ended_midway():
         gemm_all_reduce(a, b, memory=memory)
     assert memory.left == ["gemm_all_reduce"]
     memory.leave("another one")
-    first = "gemm_reduce_scatter on rank 0 of 2: an error ended gemm_all_reduce midway"
+    first = "gemm_reduce_scatter on rank 0 of 2: an error interrupted gemm_all_reduce;"
     check(lambda: gemm_reduce_scatter(a, b, memory=memory), first)
 
 
@@ -444,7 +444,7 @@ def test_memory_fits_up_to_its_last_part_and_byte_and_only_on_its_device():
     far = dataclasses.replace(memory, epoch=there)
     assert far.fitting("it", torch.device("cuda:0"), 7, 1024) is far
     for device in ("cuda:1", "cpu"):
-        words = f"it: .* cuda:0, but tensors are on {device}$"
+        words = f"it: .* cuda:0, but the tensors are on {device}$"
         check(partial(far.fitting, "it", torch.device(device), 7, 1024), words)
 
 

@@ -74,7 +74,7 @@ def _refused(rank: int) -> None:
         ({"activation": "silu"}, "activation must be one of"),
         ({"recompute": "all"}, "recompute must be one of nothing, activation, up, got 'all'"),
         ({"up_weight": t["up_weight"].float()}, f"parallel_mlp on rank {rank}: dtypes differ"),
-        ({"residual": t["x"][:3]}, "residual must have x's shape"),
+        ({"residual": t["x"][:3]}, r"residual must have the shape .* of x"),
         ({"down_weight": MLP.whole({})["down_weight"]}, r"gelu needs x\[..., E\]"),
         ({"down_bias": t["down_bias"][:2]}, f"parallel_mlp on rank {rank}: down_bias must be"),
         ({"x": t["x"][0], "residual": None}, r"need x\[..., E\] with at least two dims"),

@@ -52,7 +52,7 @@ STEP = with_comm(gpipe(2, 2))
 LONG = with_comm(gpipe(2, 12))
 REDUCED = lists_of("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1 1REDUCE_GRAD")
 NO_CELL = "must be an F and a B of different micro-batches to form an overlapped pair"
-ONE_OF = "expected one F and either one B or one I and one W"
+ONE_OF = "expected F once, and either B once or I and W once each"
 
 
 @pytest.mark.parametrize(
@@ -106,11 +106,11 @@ ONE_OF = "expected one F and either one B or one I and one W"
         *[(edit(LONG, name, name, name), f"{name} must occur once, but occurs 2 times")
           for name in ("0SEND_F10", "1RECV_F10", "1SEND_B10", "0RECV_B10")],
         (swap(swap(LONG, "1RECV_F10", "1RECV_F11"), "1F10", "1F11"),
-         "link F from rank 0 to 1: message 10 is sent by 0SEND_F10, but the receiver expects that "
-         "of 0SEND_F11"),
+         "link F from rank 0 to 1: message 10 is sent by 0SEND_F10, but the receiver expects the "
+         "message of 0SEND_F11"),
         (swap(swap(LONG, "0RECV_B3", "0RECV_B4"), "0B3", "0B4"),
-         "link B from rank 1 to 0: message 3 is sent by 1SEND_B3, but the receiver expects that "
-         "of 1SEND_B4"),
+         "link B from rank 1 to 0: message 3 is sent by 1SEND_B3, but the receiver expects the "
+         "message of 1SEND_B4"),
         # ---- sums over data ranks
         (REDUCED, "stage 0: the gradients of 0B0 0B1 have no REDUCE before the end"),
         (edit(REDUCED, "0B0", "0B0", "0REDUCE_GRAD"),

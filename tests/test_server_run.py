@@ -329,9 +329,9 @@ def test_a_replay_says_what_it_has_repeated_and_how_much_differs(tmp_path, monke
     ("what", "words"),
     [
         ("servers",
-         "run: the update log is of 3 parameter servers, but config.toml has server = 2"),
+         "run: the update log is from 3 parameter servers, but config.toml has server = 2"),
         ("no servers",
-         "run: the update log is of 2 parameter servers, but config.toml has server = 0"),
+         "run: the update log is from 2 parameter servers, but config.toml has server = 0"),
         ("short", "step_00000003 has 3 updates, but the log has 2"),
         ("no log", "updates.jsonl cannot be read"),
         ("no options", "config.toml cannot be read"),

@@ -143,7 +143,7 @@ def test_an_optional_kernel_runs_only_where_the_table_has_a_row(table) -> None:
     row = TileRow("Planted GPU", "attention_bwd", 2, 64, ODD_TILE, triton.__version__)
     write_table(table, [row])
     tiles.load(table)
-    assert [found(D) for D in (40, 64, 65)] == [row, row, None]
+    assert [found(D) for D in (32, 64, 65)] == [None, row, None]  # it may be slower for others
     assert found(64, frozenset({"dropout"})) is None  # never measured
     with pytest.raises(
         ValueError, match=r"attention_bwd has no tile for 65; it has tiles for \[64"

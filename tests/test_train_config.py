@@ -213,7 +213,7 @@ def test_settings_hold_each_option_that_a_resumed_run_must_have():
 )
 def test_an_option_of_an_outer_optimizer_needs_one(changes, what):
     assert TrainConfig(outer_every=4, **changes).outer_rule is not None
-    words = what and f"^{what} requires --outer-every, the steps between"
+    words = what and f"^{what} requires --outer-every, the number of steps between"
     check(lambda: TrainConfig(**changes).outer_rule, words)
     assert what or TrainConfig().outer_rule is None
 

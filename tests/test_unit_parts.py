@@ -282,7 +282,7 @@ def _pair(name: str, **changes: Any) -> tuple[ParamRecord, nn.Parameter]:
 @rows(
     [
         (lambda: make_unit("u", [_pair("a"), _pair("b", sum_over="dp")], single()),
-         r"^unit u needs all its gradients summed over the same mesh axis, got \['data', 'dp'\]$"),
+         r"^all gradients of unit u must be summed over the same mesh axis, got \['data', 'dp'\]$"),
         (lambda: _bn(bias=torch.zeros(2)), r"\] and bias\[C\], got x\[2, 3\] and bias\[2\]$"),
         (lambda: _bn(torch.zeros(3, 1)), r"weight\[C\], got x\[2, 3\] and weight\[3, 1\]$"),
         (lambda: _bn(torch.zeros(4)), r"weight\[C\], got x\[2, 3\] and weight\[4\]$"),

@@ -341,7 +341,7 @@ def test_zero_refuses_what_does_not_fit():
         (lambda: Zero(nested, one, stage="3"), "the ZeRO stage must be one of 0, 1, 2, 3, got '3'"),
         (lambda: Zero(nested, one, rule=torch.optim.AdamW),
          r"rule must be .* as AdamW\(\), got <class"),
-        (lambda: Zero(nested, one, blocks=[nested[0], nested[0][0]]), "is a block inside a block"),
+        (lambda: Zero(nested, one, blocks=[nested[0], nested[0][0]]), "is inside another block"),
         (lambda: Zero(nn.Tanh(), one), "has no parameter that requires a gradient"),
         (lambda: Zero(Opaque(), one).model(torch.ones(1, 2)), "returned a set in which no tensor"),
         (lambda: Zero(Block().to("meta"), one), "is on the meta device"),

@@ -78,8 +78,8 @@ def _of_rows(ptr, at, rows, REST, BLOCK: tl.constexpr, MASK: tl.constexpr):
 def _add_dq(sums, at, ds, k, rows, DTYPE: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr):
     """Add ds^T k, what one tile of keys adds to dq / SCALE, to the rows from `at` on of sums[n, D].
 
-    From row `rows` on, where the rows of others follow, ds is 0 and nothing changes. (If keys are
-    infinite it would be NaN, but then their own gradients are NaN as well.)
+    From row `rows` on, where the rows of others follow, ds is 0. If keys or values are infinite, it
+    is NaN there, and the copy engine also makes dq of others NaN.
     """
     BLOCK_M: tl.constexpr = ds.shape[1]
     BLOCK_D: tl.constexpr = k.shape[1]
@@ -93,8 +93,8 @@ def _add_dq(sums, at, ds, k, rows, DTYPE: tl.constexpr, D: tl.constexpr, MASK: t
 
 
 @triton.jit
-def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr, dq_sums,
-                at_head, q_stride, do_stride, q_runs, ends, group, head, sample, seed,
+def _dkdv_steps(dk, dv, k, v, k_rows, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr,
+                dq_sums, at_head, q_stride, do_stride, q_runs, ends, group, head, sample, seed,
                 SCALE: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
                 KEEP: tl.constexpr, ALIGNED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
                 OWN: tl.constexpr, MASK: tl.constexpr,
@@ -107,8 +107,12 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
     LATE: tl.constexpr = dq_sums is not None and BLOCK_D > 64
     ahead = tl.arange(0, BLOCK_M)[None, :] * q_runs[4]
     q_drawn = drawn(BLOCK_M, ALIGNED) * q_runs[4]
-    span0 = span(ends, q_runs[0], q_runs[1], q_runs[4], MASK, FIRST, LAST, BLOCK_M)
-    span1 = span(ends, q_runs[2], q_runs[3], q_runs[4], MASK, FIRST, LAST, BLOCK_M)
+    # A tile of keys that the end of a run cuts short continues with keys that are zero. Without a
+    # mask, their p could overflow, and would reach dq as infinity times zero.
+    short = None if dq_sums is None else k_rows < k.shape[0]
+    k_inside = tl.arange(0, k.shape[0])[:, None] < k_rows
+    span0 = span(ends, q_runs[0], q_runs[1], q_runs[4], MASK, FIRST, LAST, BLOCK_M, short)
+    span1 = span(ends, q_runs[2], q_runs[3], q_runs[4], MASK, FIRST, LAST, BLOCK_M, short)
     # Go through the tiles of one head after another in a single loop: two nested loops take up to
     # 60 registers more.
     count, j = span0[1] + span1[1], 0
@@ -139,6 +143,8 @@ def _dkdv_steps(dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_
             s = tl.where(first[:, None] <= position + ahead, s, -float("inf"))
         if MASK and LAST:
             s = tl.where(position + ahead <= last[:, None], s, -float("inf"))
+        if MASK and dq_sums is not None:
+            s = tl.where(k_inside, s, -float("inf"))
         p = exp(s, BASE)
 
         # 3. ds, and the products with the queries' side.
@@ -227,12 +233,12 @@ def attention_dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_pt
     else:
         at = at.to(tl.int32)  # this is also the row of the sums
     dk, dv = _dkdv_steps(
-        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr, dq_sums, at,
+        dk, dv, k, v, rows, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr, dq_sums, at,
         q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
         SCALE, CAP, DROP, KEEP, ALIGNED, CAUSAL or LAST, LAST, OWN,
         False, BLOCK_M, D, BLOCK_D)  # fmt: skip
     dk, dv = _dkdv_steps(
-        dk, dv, k, v, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr, dq_sums, at,
+        dk, dv, k, v, rows, k_pos, first, last, q_ptr, do_ptr, lse_ptr, delta_ptr, dq_sums, at,
         q_stride, do_stride, q_runs, ends, group, head0 + head, sample + batch, seed,
         SCALE, CAP, DROP, KEEP, ALIGNED, CAUSAL or LAST, LAST, OWN,
         True, BLOCK_M, D, BLOCK_D)  # fmt: skip

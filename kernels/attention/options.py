@@ -87,13 +87,13 @@ def check_numbers(options: AttentionOptions) -> AttentionOptions:
             raise ValueError(f"{name} must be a bool, got {flag!r}")
     window = None if options.window is None else _integer("window", options.window)
     if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 or None, got {window}")
+        raise ValueError(f"window must be None or at least 1, got {window}")
     scale = None if options.scale is None else _real("scale", options.scale)
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale}")
     softcap = None if options.softcap is None else _real("softcap", options.softcap)
     if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite or None, got {softcap}")
+        raise ValueError(f"softcap must be None, or positive and finite, got {softcap}")
     dropout = _real("dropout", options.dropout)
     if not 0 <= dropout < 1:
         raise ValueError(f"need 0 <= dropout < 1, got {dropout}")
@@ -196,7 +196,8 @@ def _checked_runs(name: str, runs: Runs | None, length: int) -> tuple[Run, ...] 
         found = (Run(-1, -1),)
     if len(found) > 2 or any(start < 0 or n < 0 or by < 1 for start, n, by in found):
         raise ValueError(
-            f"{name} must be at most two runs (start >= 0, length >= 0[, stripes >= 1]), got {runs}"
+            f"{name} must contain at most two runs (start >= 0, length >= 0[, stripes >= 1]), got "
+            f"{runs}"
         )
     if any(n >= 2**62 for run in found for n in run):  # an operator accepts 64 bits
         raise ValueError(f"the numbers in {name} must be below 2**62, got {runs}")
@@ -381,7 +382,9 @@ def check_upstream(q: torch.Tensor, upstream: Upstream) -> None:
     choose("torch", q, *upstream)
     for name, x in (("do", do), ("o", o)):
         if x is not None and x.shape != q.shape:
-            raise ValueError(f"{name} must have q's shape {tuple(q.shape)}, got {tuple(x.shape)}")
+            raise ValueError(
+                f"{name} must have the shape {tuple(q.shape)} of q, got {tuple(x.shape)}"
+            )
     B, S, H, _ = q.shape
     for name, x in (("lse", lse), ("delta", delta)):
         if x is not None and (x.shape != (B, H, S) or x.dtype != compute_dtype(q)):

@@ -202,13 +202,14 @@ def span(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     BLOCK: tl.constexpr,
+    short=None,
 ):
     """The tiles of the run (start, length) that rows with these `ends` (see `reach`) must visit.
 
     With MASK these are the tiles that some rows see only in part; without it, those that all rows
     see entirely. Returns (first tile, count, first tile of a hole, tiles in the hole). FIRST and
     LAST are true if that end of the intervals bounds anything. A tile that the end of the run cuts
-    short is seen in part.
+    short is seen in part. If `short` is true, all tiles count as seen in part.
     """
     any_from, all_from = 0, 0
     any_to, all_to = tl.cdiv(length, BLOCK), length // BLOCK
@@ -220,6 +221,8 @@ def span(
         all_to = rows_before(ends[1] + 1, start, length, stripes) // BLOCK
     if FIRST:
         all_to = tl.maximum(all_to, all_from)
+    if short is not None:
+        all_to = tl.where(short, all_from, all_to)
     if not MASK:
         return all_from, all_to - all_from, 0, 0
     elif not FIRST:

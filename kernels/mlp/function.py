@@ -283,7 +283,7 @@ def check_mlp(
         raise ValueError(f"{name}: down_bias must be [{E}], got {[*down_bias.shape]}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(
-            f"{name}: residual must have x's shape {[*x.shape]}, got {[*residual.shape]}"
+            f"{name}: residual must have the shape {[*x.shape]} of x, got {[*residual.shape]}"
         )
 
 

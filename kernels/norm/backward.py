@@ -194,7 +194,9 @@ def norm_bwd(
     drop = check_norm(s, weight, None, Terms(drop=drop)).drop
     for name, gradient in (("dy", dy), ("ds", ds)):
         if gradient is not None and gradient.shape != s.shape:
-            raise ValueError(f"{name} must have s's shape {[*s.shape]}, got {[*gradient.shape]}")
+            raise ValueError(
+                f"{name} must have the shape {[*s.shape]} of s, got {[*gradient.shape]}"
+            )
     for name, statistic in (("mean", mean), ("rstd", rstd)):
         if statistic is not None and statistic.shape != s.shape[:-1]:
             raise ValueError(

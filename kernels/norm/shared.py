@@ -96,9 +96,11 @@ def check_norm(
         )
     for name, v in (("bias", bias), ("x_bias", x_bias)):
         if v is not None and v.shape != weight.shape:
-            raise ValueError(f"{name} must have weight's shape {[*weight.shape]}, got {[*v.shape]}")
+            raise ValueError(
+                f"{name} must have the shape {[*weight.shape]} of weight, got {[*v.shape]}"
+            )
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual must have x's shape {[*x.shape]}, got {[*residual.shape]}")
+        raise ValueError(f"residual must have the shape {[*x.shape]} of x, got {[*residual.shape]}")
     given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "x_bias": x_bias}
     for name, v in given.items():
         if v is not None and not v.dtype.is_floating_point:

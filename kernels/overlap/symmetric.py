@@ -163,12 +163,13 @@ class SymmetricMemory:
         """
         if self.left:
             raise ValueError(
-                f"{name} on rank {self.rank} of {self.world}: an error ended {self.left[0]} "
-                "midway; allocate the symmetric memory again on all ranks (Workspace.renew)"
+                f"{name} on rank {self.rank} of {self.world}: an error interrupted {self.left[0]}; "
+                "allocate the symmetric memory again on all ranks (Workspace.renew)"
             )
         if device != self.epoch.device:
             raise ValueError(
-                f"{name}: symmetric memory is on {self.epoch.device}, but tensors are on {device}"
+                f"{name}: the symmetric memory is on {self.epoch.device}, but the tensors are on "
+                f"{device}"
             )
         if slots > self.slots or size > self.capacity:
             raise ValueError(

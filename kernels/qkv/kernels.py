@@ -304,8 +304,8 @@ def qkv_bwd(
         or (dq.shape[2] % dk.shape[2] if dk.shape[2] else dq.shape[2])
     ):
         raise ValueError(
-            f"dq[B, S, H, D] and dk, dv[B, S, Hkv, D] do not match: got {[*dq.shape]} {dq.dtype}, "
-            f"{[*dk.shape]} {dk.dtype} and {[*dv.shape]} {dv.dtype}"
+            "dq[B, S, H, D], dk[B, S, Hkv, D] and dv[B, S, Hkv, D] do not match: got "
+            f"{[*dq.shape]} {dq.dtype}, {[*dk.shape]} {dk.dtype} and {[*dv.shape]} {dv.dtype}"
         )
     (B, S, heads, D), kv_heads = dq.shape, dk.shape[2]
     if cos is not None and (sin is None or not cos.shape == sin.shape == (S, D // 2)):
@@ -344,8 +344,8 @@ def check_qkv(
         or weight.shape[3] != shape[2]
     ):
         raise ValueError(
-            f"{name}: need x[B, S, E] and weight[Hkv, G + 2, D, E] (each KV head's queries, key, "
-            f"value), got {[*shape]} and {[*weight.shape]}"
+            f"{name}: need x[B, S, E] and weight[Hkv, G + 2, D, E] (the queries, the key "
+            f"and the value of each KV head), got {[*shape]} and {[*weight.shape]}"
         )
     if bias is not None and bias.shape != weight.shape[:-1]:
         raise ValueError(f"{name}: bias must be {[*weight.shape[:-1]]}, got {[*bias.shape]}")

@@ -206,7 +206,7 @@ def check_table(cos: torch.Tensor, sin: torch.Tensor, caller: str = "") -> None:
             f"{caller}cos and sin must have a float dtype, got {cos.dtype} and {sin.dtype}"
         )
     if wants_gradient(cos, sin):
-        raise ValueError(f"{caller}cos and sin get no gradient; detach them")
+        raise ValueError(f"{caller}cos and sin must not require grad; detach them")
 
 
 def _check_rope(x, cos, sin) -> None:

@@ -51,7 +51,7 @@ def beside_dtensors(*activations: str) -> Callable[[Callable[P, R]], Callable[P,
                 if isinstance(x, torch.Tensor) and not is_dtensor(x):
                     raise ValueError(
                         f"{name} got a plain tensor for {which} together with a DTensor; pass "
-                        f"{which} as a DTensor too (DTensor.from_local with the placements of "
+                        f"{which} as a DTensor (use DTensor.from_local with the placements of "
                         f"{which})"
                     )
             mesh = next(x for x in tensors if is_dtensor(x)).device_mesh

@@ -102,7 +102,7 @@ def choose(impl: str | None, *tensors: torch.Tensor | None) -> str:
             'before importing warpweave, or pass impl="torch"'
         )
     raise ValueError(
-        f'impl="triton" needs CUDA tensors (or CPU under TRITON_INTERPRET=1), got {device}'
+        f'impl="triton" needs CUDA tensors (or CPU tensors with TRITON_INTERPRET=1), got {device}'
     )
 
 
@@ -201,8 +201,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             for node in {node for node, _ in ctx.next_functions if node is not None} - reached:
                 if not hasattr(node, "variable"):
                     raise RuntimeError(
-                        f"{name} does not support second derivatives; create_graph=True cannot be "
-                        f"used here, because an input of {name} was computed by {node.name()}"
+                        f"{name} does not support second derivatives; do not pass "
+                        f"create_graph=True, because an input of {name} was computed by "
+                        f"{node.name()}"
                     )
                 sources.append(node.variable)
         return _Final.apply(name, found, *sources)

@@ -65,7 +65,7 @@ def check_integers(name: str, x: torch.Tensor) -> None:
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name} must be a tensor of integers, got {type(x).__name__}")
     if x.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{name} must be int64 or int32 integers, got {x.dtype}")
+        raise ValueError(f"{name} must be an int64 or int32 tensor, got {x.dtype}")
 
 
 # ---------------------------------------------------------------- inside kernels

@@ -32,7 +32,14 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from warpweave.kernels.runtime.dispatch import HAS_TRITON, INTERPRET, capability, triton
-from warpweave.kernels.runtime.tile_table import OPTIONAL, Kind, Tile, TileRow, read_table
+from warpweave.kernels.runtime.tile_table import (
+    OPTIONAL,
+    OPTIONAL_KERNELS,
+    Kind,
+    Tile,
+    TileRow,
+    read_table,
+)
 
 T = TypeVar("T", Tile, TileRow)
 Key = tuple[str, int, Kind]
@@ -41,7 +48,7 @@ Key = tuple[str, int, Kind]
 PLAIN: frozenset[str] = frozenset()
 """The variant of plain attention and of products."""
 
-_pinned: ContextVar[Mapping[Key, Tile] | None] = ContextVar("warpweave_tiles", default=None)
+_pinned: ContextVar[Mapping[Key, Tile | None] | None] = ContextVar("warpweave_tiles", default=None)
 _loaded: list[TileRow] = []  # per process: autograd launches from threads without a context
 
 
@@ -71,10 +78,16 @@ def find(
 def find_optional(
     kernel: str, device: torch.device, size: int, kind: Kind, variant: frozenset[str] = PLAIN
 ) -> Any:
-    """`find`, but None if no row fits, for kernels that are used only where the table has a row."""
+    """`find`, but None if no row fits, for kernels that are used only where the table has a row.
+
+    Their head dim must be that of the row, because they may be slower for another one.
+    """
     pins = _pinned.get()
     if pins is not None:
-        tile = _fitting({k: t for (n, s, k), t in pins.items() if (n, s) == (kernel, size)}, kind)
+        mine = {k: t for (n, s, k), t in pins.items() if (n, s) == (kernel, size)}
+        if kernel in OPTIONAL_KERNELS and kind in mine:
+            return mine[kind]
+        tile = _fitting(mine, kind)
         if tile is not None:
             return tile
     row = row_on(kernel, *_place(device), size, kind, variant)
@@ -94,7 +107,8 @@ def row_on(
     kernel: str, arch: int, name: str, size: int, kind: Kind, variant: frozenset[str] = PLAIN
 ) -> TileRow | None:
     """The row that contains the tile of `find_on`, or None if no row fits."""
-    return _fitting(_rows_on(kernel, arch, name, size, variant), kind)
+    rows = _rows_on(kernel, arch, name, size, variant)
+    return rows.get(kind) if kernel in OPTIONAL_KERNELS else _fitting(rows, kind)
 
 
 def _place(device: torch.device) -> tuple[int, str]:
@@ -132,9 +146,9 @@ def _fitting(rows: Mapping[Kind, T], kind: Kind) -> T | None:
 
 
 @contextmanager
-def pinned(tiles: Mapping[Key, Tile]) -> Iterator[None]:
+def pinned(tiles: Mapping[Key, Tile | None]) -> Iterator[None]:
     """A context in which launches of this thread use these tiles, and otherwise those of the
-    contexts around it, on any device."""
+    contexts around it, on any device. None excludes an optional kernel."""
     token = _pinned.set({**(_pinned.get() or {}), **tiles})
     try:
         yield

@@ -83,14 +83,14 @@ def _read(entry: str, dims: Dims, axes: Axes) -> list[_Dim | None]:
         parts = [re.fullmatch(_PART, part) for part in (group or name).split()]
         if not all(parts):
             raise ValueError(
-                f"plan[{entry!r}]: {dims!r} may contain only names, name=size and one '...', got "
-                f"{group or name!r}"
+                f"plan[{entry!r}]: {dims!r} may contain only names, name=size pairs and one '...', "
+                f"got {group or name!r}"
             )
         first, *others = [_tuple(axes.get(part["name"])) for part in parts if part]
         if any(others):
             raise ValueError(
-                f"plan[{entry!r}]: only the first name of ({group}) can be sharded; the shards of "
-                "the others are not contiguous"
+                f"plan[{entry!r}]: only the first name in ({group}) can be sharded; the shards of "
+                "the other names are not contiguous"
             )
         sizes = (part["size"] for part in parts if part)
         found.append(_Dim(first, tuple(int(size) if size else None for size in sizes)))
@@ -131,8 +131,8 @@ def _check_dim(what: str, sizes: tuple[int | None, ...], size: int, ranks: int) 
     known = prod(part for part in sizes if part is not None)
     if size % known or (None not in sizes and known != size):
         raise ValueError(
-            f"{what} has size {size}, which does not match the sizes {sizes} in the plan (None: "
-            "not given)"
+            f"{what} has size {size}, which does not match the sizes {sizes} in the plan (None "
+            "means not specified)"
         )
     first = sizes[0]
     if first is None:

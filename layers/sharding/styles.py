@@ -416,7 +416,6 @@ def _local(x: torch.Tensor, mesh: DeviceMesh, layout: Placement, what: str) -> t
         return x
     if dim is not None and x.shape[dim] % mesh.size():
         raise ValueError(
-            f"{what} {layout}: size {x.shape[dim]} of this dim is not divisible by {mesh.size()} "
-            "ranks"
+            f"{what} {layout}: dim size {x.shape[dim]} is not divisible by {mesh.size()} ranks"
         )
     return x.redistribute(mesh, [layout]).to_local()

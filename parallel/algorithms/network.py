@@ -147,6 +147,6 @@ def _together(algorithm: Algorithm, ranks: int, n: int) -> Iterator[list[Round]]
             return
         if len(there) < ranks:
             raise ValueError(
-                f"round {step}: rank {rounds.index(None)} has no more rounds, but others do"
+                f"round {step}: rank {rounds.index(None)} has no more rounds, but other ranks do"
             )
         yield there

@@ -96,9 +96,9 @@ def context_attention(
             "gather" and "ulysses" have nothing to overlap.
         buffers: memory for the ring's messages, shared by consecutive calls (layers,
             micro-batches); None allocates it for this call only.
-        keywords: causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin
-            and impl as in `attention`, the same on every rank. Masks, also that of dropout, are
-            those of one device: they are functions of global positions.
+        keywords: causal, window, documents, scale, softcap, dropout, dropout_seed, dropout_origin,
+            deterministic and impl as in `attention`, the same on every rank. Masks, also that of
+            dropout, are those of one device: they are functions of global positions.
 
     Returns o[B, S/cp, Hq, Dv] in q's dtype, or (o, lse); both are differentiable. If one rank runs
     the backward, every rank must (keep ``0 * o`` in the loss of a rank without labels).

@@ -168,7 +168,7 @@ def check_rule(rule: Rule, clip: float | None) -> None:
     """Raise ValueError if `rule` is no update rule (a class, an optimizer of torch) or `clip` is
     not positive."""
     if isinstance(rule, type) or not hasattr(rule, "begin"):
-        raise ValueError(f"rule must be an update rule of warpweave such as AdamW(), got {rule!r}")
+        raise ValueError(f"rule must be a warpweave update rule such as AdamW(), got {rule!r}")
     if clip is not None and not clip > 0:
         raise ValueError(f"clip must be positive, or None for no clipping, got {clip}")
 

@@ -297,7 +297,7 @@ def make_unit(
     axes = {record.sum_over for record, _ in given.values()}
     if len(axes) != 1:
         raise ValueError(
-            f"unit {name} needs all its gradients summed over the same mesh axis, got "
+            f"all gradients of unit {name} must be summed over the same mesh axis, got "
             f"{sorted(axes)}"
         )
     (dtype,), (sum_over,), device = dtypes, axes, torch.device(device)

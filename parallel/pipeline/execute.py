@@ -181,7 +181,7 @@ def _check_closed(rank: int, state: _RankState) -> None:
         pairs = f"(stage, micro-batch) pairs: {sorted(state.owed)}"
         raise RuntimeError(f"rank {rank}: no W follows the I of these {pairs}")
     if state.held:
-        left = f"data of these (kind, stage, micro-batch): {sorted(state.held)}"
+        left = f"data of these (kind, stage, micro-batch) triples: {sorted(state.held)}"
         raise RuntimeError(f"rank {rank}: the action list ends with unused {left}")
 
 

@@ -78,7 +78,7 @@ def cut_into_passes(lists: Schedule, each: int) -> list[Schedule]:
         if idle := {a.stage for row in lists for a in row} - {a.stage for row in one for a in row}:
             raise ValueError(f"pass {at} would have no action of stages {sorted(idle)}")
         if early := begun_before(one) - made:
-            raise ValueError(f"pass {at} would need {min(early)} of a later pass")
+            raise ValueError(f"pass {at} would need {min(early)} from a later pass")
         made.update(event for row in one for a in row for event in gives(a))
     return passes
 
@@ -137,8 +137,8 @@ def leave_open(lists: Schedule, each: int) -> OpenRun:
     steady = next((k for k in range(len(same) - 1) if same[k] == same[k + 1]), None)
     if steady is None:
         raise ValueError(
-            f"no two consecutive passes are the same among the {len(passes)} passes of {each} "
-            "micro-batches each"
+            f"none of the {len(passes)} passes ({each} micro-batches each) is the same as the "
+            "next one"
         )
     begun = [
         [a for one in passes[:steady] for a in one[rank] if a.op == F and a.mb >= steady * each]

@@ -136,7 +136,7 @@ def _check_compute(s: int, actions: list[Action], m: int, rank_of: list[int]) ->
         if f != 1 or (b, inp, w) not in ((1, 0, 0), (0, 1, 1)):
             raise ValueError(
                 f"rank {rank_of[s]}: stage {s} micro-batch {i} has {f} F, {b} B, {inp} I and {w} "
-                "W; expected one F and either one B or one I and one W"
+                "W; expected F once, and either B once or I and W once each"
             )
     for a in actions:
         if a.op in COMPUTE + MESSAGES and not 0 <= a.mb < m:
@@ -242,5 +242,5 @@ def check_links(lists: Schedule, expected: Iterable[Action]) -> None:
             if a != b:
                 raise ValueError(
                     f"link {channel.kind} from rank {channel.src} to {channel.dst}: "
-                    f"message {place} is sent by {a}, but the receiver expects that of {b}"
+                    f"message {place} is sent by {a}, but the receiver expects the message of {b}"
                 )

@@ -71,8 +71,8 @@ def replay(
             kept[term] = _recomputed(compute(term.worker), term.clock, shards, weights)
         if late := [term for term in terms if term not in kept]:
             raise ValueError(
-                f"update {version + 1} applies a gradient computed at the later weights version "
-                f"{late[0].pulled}"
+                f"update {version + 1} applies a gradient computed with later weights "
+                f"(version {late[0].pulled})"
             )
         _apply(plan, shards, [kept.pop(term) for term in terms], lr)
     return len(updates)

@@ -91,8 +91,8 @@ class ServerPlan:
             raise ValueError(f"servers must be at least 1, got {self.servers}")
         if self.compensation < 0 or (self.compensation and self.joint):
             raise ValueError(
-                "compensation must be at least 0, and exactly 0 with joint=True (no gradient is "
-                f"delayed), got {self.compensation}"
+                "compensation must be at least 0, and exactly 0 with joint=True (which delays "
+                f"no gradients), got {self.compensation}"
             )
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be positive, or None for no clipping, got {self.clip}")

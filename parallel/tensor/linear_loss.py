@@ -110,7 +110,7 @@ def vocab_parallel_linear_cross_entropy(
     check_options(reduction, label_smoothing, z_loss)
     if reduction == "mean":
         raise ValueError(
-            f'{name}: reduction must be "sum" or "none", because no rank knows all tokens; '
+            f'{name}: reduction must be "sum" or "none", because no rank has all tokens; '
             f"got {reduction!r}"
         )
     check_vocabulary(name, "weight rows", len(weight), group, vocab_size, padded_vocab_size)

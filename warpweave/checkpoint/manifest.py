@@ -161,7 +161,7 @@ def dump(value: Any, what: str) -> bytes:
             for number, item in enumerate(part):
                 check(item, f"{where}[{number}]")
         elif not isinstance(part, (str, int, float, bool, type(None))):
-            raise CheckpointError(f"{where} is a {type(part).__name__}, which is not JSON")
+            raise CheckpointError(f"{where} is a {type(part).__name__}, which is not a JSON type")
         elif isinstance(part, float) and part - part != 0:
             raise CheckpointError(f"{where} is {part}; JSON has only finite numbers")
 

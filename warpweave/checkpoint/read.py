@@ -229,7 +229,7 @@ def _check_listing(folder: Path, files: dict[str, FileEntry]) -> dict[str, tuple
     found = {path.name: os.lstat(path) for path in list(folder.iterdir())}
     for name in sorted(set(found) - set(files) - {MANIFEST, DIGEST}):
         raise CheckpointError(
-            f"{folder / name} is not listed in the manifest of this checkpoint; move it away"
+            f"{folder / name} is not listed in the manifest of this checkpoint; move it elsewhere"
         )
     for name, entry in sorted(files.items()):
         path = folder / name

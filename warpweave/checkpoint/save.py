@@ -198,6 +198,6 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or dtype not in DTYPE_CODES:
         raise CheckpointError(
-            f"tensor {name!r} must be dense, on the CPU, and one of {', '.join(DTYPE_CODES)}; "
-            f"it is {tensor.layout}, {tensor.device}, {dtype}"
+            f"tensor {name!r} must be a dense CPU tensor of a supported dtype "
+            f"({', '.join(DTYPE_CODES)}), got {tensor.layout}, {tensor.device}, {dtype}"
         )

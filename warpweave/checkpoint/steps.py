@@ -84,8 +84,8 @@ def begin(folder: Path, name: str) -> Path:
                 discard(path)
     if os.path.lexists(folder / name) and not _is_ours(folder / name):
         raise CheckpointError(
-            f"cannot replace {folder / name}, which is not a folder with only checkpoint files; "
-            "move it away"
+            f"cannot replace {folder / name}: it is not a folder that contains only checkpoint "
+            "files; move it elsewhere"
         )
     temporary = folder / f"{name}.tmp-{secrets.token_hex(8)}"
     temporary.mkdir(mode=0o700)
@@ -128,7 +128,7 @@ def prune(folder: Path, newest: Path, keep: int, spare: int | None) -> None:
     for path in others[keep - 1 :]:
         try:
             if not _is_ours(path):
-                raise CheckpointError(f"{path} is not a folder with only checkpoint files")
+                raise CheckpointError(f"{path} is not a folder that contains only checkpoint files")
             # Rename it first, so that a crash during removal leaves no partial step.
             doomed = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
             os.rename(path, doomed)

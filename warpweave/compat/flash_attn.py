@@ -150,8 +150,8 @@ def flash_attn_varlen_func(
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x.ndim != 1 or len(x) < 1 or x.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"{name} must be a non-empty 1-D int32 or int64 tensor (one more entry than "
-                f"sequences), got {x.dtype} {tuple(x.shape)}"
+                f"{name} must be a non-empty 1-D int32 or int64 tensor with one more entry than "
+                f"there are sequences, got {x.dtype} {tuple(x.shape)}"
             )
     options = _options(q.device, dropout_p, softmax_scale, softcap, deterministic)
     both = ("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)
@@ -389,7 +389,7 @@ def _options(
     seed = torch.randint(2**63 - 1, (), device=device) if dropout else 0
     return {
         "scale": scale, "softcap": softcap or None, "dropout": dropout, "dropout_seed": seed,
-        "deterministic": deterministic,
+        "deterministic": bool(deterministic),
     }  # fmt: skip
 
 
@@ -441,7 +441,7 @@ def _integers(
     found = list(found) if isinstance(found, (list, tuple, range)) else [found] * batch
     fit = all(isinstance(n, int) and 0 <= n <= highest for n in found)
     if len(found) != batch or not fit:
-        raise ValueError(f"{name} must be {batch} numbers in 0..{highest}, got {found}")
+        raise ValueError(f"{name} must have {batch} values in 0..{highest}, got {found}")
     return found
 
 

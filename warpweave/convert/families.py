@@ -63,9 +63,8 @@ def _check_complete(fields: Mapping[str, Any], family: Family, config: GPTConfig
     other = {"head_dim"} | ({"rope_parameters"} if "rope_theta" in fields else set())
     if missing := family.write(config).keys() - fields.keys() - other:
         raise ConvertError(
-            f"it is from transformers {version} but has no {', '.join(sorted(missing))}, which "
-            "that version may have renamed; add what is missing, or remove transformers_version to "
-            "use the default"
+            f"it has no {', '.join(sorted(missing))}, which transformers {version} may have "
+            "renamed; add the missing fields, or remove transformers_version to use their defaults"
         )
 
 
@@ -90,7 +89,7 @@ def write_config(config: GPTConfig, kind: str | None = None) -> tuple[str, dict[
     tried = ", ".join(FAMILIES) if kind is None else kind
     nearest = min(misses, key=lambda miss: miss[0])[1]
     raise ConvertError(
-        f"no model_type that was tried ({tried}) can express this model; the closest is {nearest}"
+        f"none of the model types tried ({tried}) can express this model; the closest is {nearest}"
     )
 
 

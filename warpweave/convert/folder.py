@@ -66,7 +66,8 @@ class HFFolder:
         if rule is None or rule.shape != record.shape:
             has = "nothing" if rule is None else f"shape {[*rule.shape]}"
             raise ConvertError(
-                f"{self.path} has {has} for {record.name}, which is {[*record.shape]} in the model"
+                f"{self.path} has {has} for {record.name}, but the model expects shape "
+                f"{[*record.shape]}"
             )
         return rule.pack(self._read)
 
@@ -157,7 +158,7 @@ def _find_tensors(path: Path) -> dict[str, StoredTensor]:
         names = read_json(path / INDEX, _Index)["weight_map"]
         for file in names.values():
             if Path(file).name != file:
-                raise ConvertError(f"file names in {INDEX} must have no folder part, got {file!r}")
+                raise ConvertError(f"file names in {INDEX} must not contain a folder, got {file!r}")
         files = sorted(set(names.values()))
     else:
         raise ConvertError(f"no {SINGLE} or {INDEX} (only safetensors files are supported)")
@@ -204,5 +205,5 @@ def _check_names(
 
 def _dtype(name: str, code: str) -> torch.dtype:
     if code not in _DTYPES:
-        raise ConvertError(f"tensor {name} is {code}; expected one of {', '.join(_DTYPES)}")
+        raise ConvertError(f"tensor {name} has dtype {code}; expected one of {', '.join(_DTYPES)}")
     return _DTYPES[code]

@@ -144,4 +144,6 @@ def _ours(step: Path, fields: dict) -> GPTConfig:
     try:
         return GPTConfig(**fields)
     except (TypeError, ValueError) as error:
-        raise ConvertError(f"{step} has a model that this version does not know: {error}") from None
+        raise ConvertError(
+            f"{step} has a model that this version of warpweave does not support: {error}"
+        ) from None

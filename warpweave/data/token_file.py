@@ -55,7 +55,7 @@ def write_token_file(path: str | Path, tokens: np.ndarray, *, vocab_size: int) -
         found = f"{tokens.dtype}{list(tokens.shape)}"
         raise DataError(f"tokens must be a non-empty 1-D array of integers, got {found}")
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
-        raise DataError(f"tokens {tokens.min()}..{tokens.max()} must lie in [0, {vocab_size})")
+        raise DataError(f"tokens must lie in [0, {vocab_size}), got {tokens.min()}..{tokens.max()}")
     dtype = smallest_dtype(vocab_size)
     header = _Header(
         format=_FORMAT, version=_VERSION, dtype=dtype, tokens=len(tokens), vocab_size=vocab_size
@@ -91,7 +91,7 @@ def map_tokens(path: Path) -> tuple[np.ndarray, int]:
                 f"{path} ({size} bytes) is not an array of numbers: {one_line(error)}"
             ) from None
         if tokens is None:
-            raise DataError(f"{path} is an archive of arrays (.npz), not one array")
+            raise DataError(f"{path} is an archive of arrays (.npz), not a single array")
         if tokens.ndim != 1 or tokens.dtype.name not in _DTYPES or not len(tokens):
             raise DataError(
                 f"{path} has {tokens.dtype}{list(tokens.shape)}; expected a non-empty array of "

@@ -140,9 +140,9 @@ def _check_lora(wrapper: Any, name: str) -> None:
     plain = all(isinstance(part, nn.ModuleDict) for part in parts)  # AdaLoRA's hold parameters
     if not plain or any(type(layer) is not nn.Linear for part in parts for layer in part.values()):
         raise ValueError(
-            f"{name}: {kind} of {type(wrapper).__module__} is not LoRA (it does not compute B A "
-            "x), the only kind of adapter that apply(mesh=...) supports; remove this adapter, or "
-            "merge it before apply(mesh=...)"
+            f"{name}: {kind} of {type(wrapper).__module__} does not compute B A x, but "
+            "apply(mesh=...) supports only LoRA adapters; remove this adapter, or merge it before "
+            "apply(mesh=...)"
         )
     if not hasattr(wrapper, "lora_variant"):
         raise ValueError(

@@ -29,7 +29,7 @@ NAME = "warpweave"
 # Arguments that transformers' eager attention ignores. Any other argument (a bias of the scores, a
 # selection of keys, a paged cache, or one that a new version of transformers adds) is refused.
 _IGNORED = (
-    "position_ids", "cache_position", "use_cache", "return_dict", "deterministic", "logits_to_keep",
+    "position_ids", "cache_position", "use_cache", "return_dict", "logits_to_keep",
     "output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch",
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
 )  # fmt: skip
@@ -73,6 +73,7 @@ def attention_forward(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
+    deterministic: bool | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """o[B, Sq, Hq, D] of query[B, Hq, Sq, D], key[B, Hkv, Sk, D] and value[B, Hkv, Sk, Dv].
@@ -100,7 +101,8 @@ def attention_forward(
     options = {
         "causal": visible.causal, "window": visible.window,
         "documents": None if visible.documents is None else visible.documents.to(query.device),
-        "scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout": dropout,
+        "scale": scaling, "softcap": softcap, "sinks": s_aux, "deterministic": bool(deterministic),
+        "dropout": dropout,
         "dropout_seed": torch.randint(2**62, (), device=query.device) if dropout else 0,
     }  # fmt: skip
     o: Any
@@ -172,9 +174,9 @@ def _visible(
         return Visible(causal, None, None, (0, Sq), (0, Sk))
     if not isinstance(mask, Mask):
         raise ValueError(
-            f"{name}: warpweave attention needs the mask that transformers makes from "
-            f"attention_mask or position_ids, got a different one of shape {[*mask.shape]} (your "
-            "own, or with a bias); use model.set_attn_implementation('sdpa')"
+            f"{name}: warpweave attention needs the mask that transformers builds from "
+            f"attention_mask or position_ids, got a mask of shape {[*mask.shape]} that is custom "
+            "or has a bias; use model.set_attn_implementation('sdpa')"
         )
     visible = mask.visible
     if (visible.q_run[1], visible.k_run[1]) != (Sq, Sk):

@@ -113,8 +113,8 @@ class Watch:
             for module in adapters.plain_modules(part.module) if self.tp is not None else ():
                 for name in sorted(module._parameters.keys() - sums_of(module).keys()):
                     raise ValueError(
-                        f"{names[module]}.{name}: a new parameter in a {kind}, which is sharded "
-                        "over tensor-parallel ranks; add it before apply(mesh=...)"
+                        f"{names[module]}.{name}: a parameter was added to a {kind} that is "
+                        "sharded over tensor-parallel ranks; add it before apply(mesh=...)"
                     )
 
     def _sum(self, module: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:

@@ -130,7 +130,8 @@ def _attention_part(module: nn.Module, call: _Call, ranks: int) -> CutPart:
         )
     if len(normed) != len(wide):
         raise ValueError(
-            "an RMSNorm as wide as a linear layer's output must directly follow a linear layer"
+            "an RMSNorm whose width equals a linear layer's output width must directly follow a "
+            "linear layer"
         )
     q, k, v, o, sinks = seen[0]
     own = list(module.parameters(recurse=False))

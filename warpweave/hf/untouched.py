@@ -101,7 +101,7 @@ class Untouched:
         everywhere = seen.hooked_everywhere()
         if everywhere is not None and self.own:
             raise ValueError(
-                f"a {everywhere} would see one rank's part of {type(self.stack).__name__}; "
+                f"a {everywhere} would see only one rank's part of {type(self.stack).__name__}; "
                 f"remove it, or {_REVERT}"
             )
         for module in self.ends:
@@ -120,7 +120,7 @@ class Untouched:
         if hook is not None:
             name = next((n for n, m in self.model.named_modules() if m is module), "")
             raise ValueError(
-                f"{name}: a {hook} would see one rank's {part}; hook the layer that holds the "
+                f"{name}: a {hook} would see only one rank's {part}; hook the layer that holds the "
                 f"module, or {_REVERT}"
             )
         if own is None:
@@ -129,8 +129,8 @@ class Untouched:
         same = type(module) is not own.kind or own.kind.forward is own.of_class
         if not same or (forward is not own.forward and seen.is_from_outside(forward)):
             raise ValueError(
-                f"{own.name}: its forward was replaced, but would compute with only one rank's "
-                f"{part}; {_REVERT}"
+                f"{own.name}: its forward was replaced, but the replacement would compute with "
+                f"only one rank's {part}; {_REVERT}"
             )
 
     def _enter(self, stack: Any, args: tuple, kwargs: dict) -> None:

@@ -136,8 +136,8 @@ class ParallelPlan:
         for what, given in words:
             if self.asynchronous and given:
                 raise ValueError(
-                    f"{what} is not supported by schedule {self.schedule}: its stages update one "
-                    "by one"
+                    f"schedule {self.schedule} does not support {what} because its stages update "
+                    "their weights one at a time"
                 )
 
     def placement(self, ranks: int) -> list[int]:
@@ -307,8 +307,8 @@ class GPTConfig(HeadStyle, MLPStyle):
         self.check_tensor(mesh.tp)
         if plan.asynchronous and plan.zero == 3:
             raise ValueError(
-                f"schedule {plan.schedule} keeps old versions of whole weights, but zero = 3 "
-                "shards weights: zero must be 0 to 2"
+                f"zero must be 0 to 2 with schedule {plan.schedule}: zero = 3 shards weights, but "
+                "the schedule keeps old versions of whole weights"
             )
         if plan.asynchronous and plan.reduce == "ordered":
             raise ValueError(
@@ -335,8 +335,8 @@ class GPTConfig(HeadStyle, MLPStyle):
             measured = plan.cp_strategy == "measured"
             if measured and ulysses is not None:
                 raise ValueError(
-                    f"cp_strategy = 'measured' has nothing to choose with ulysses = {ulysses}; use "
-                    "'hybrid'"
+                    f"cp_strategy = 'measured' needs ulysses = 1, got {ulysses}, which leaves only "
+                    "one strategy; use 'hybrid'"
                 )
             resolve_strategy("auto" if measured else plan.cp_strategy, layout, heads, ulysses)
 

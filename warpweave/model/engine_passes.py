@@ -147,9 +147,8 @@ class OpenPasses:
         if self._fed != wanted:
             more = f"{self.ahead} step{'s' * (self.ahead != 1)}"
             raise ValueError(
-                f"a step of this schedule needs {wanted} micro-batches that were fed but not "
-                f"trained on yet, got {self._fed}; feed the data of {more} (Engine.feed) before "
-                "the first step and after a load"
+                f"each step of this schedule needs {wanted} queued micro-batches, got {self._fed}; "
+                f"call Engine.feed with the data of {more} before the first step and after a load"
             )
         if not self._in_flight.ranks and self.ahead:
             execute(self._run.fill, self.stages, self._filling, self._in_flight)

@@ -181,7 +181,8 @@ class ProveConfig:
         """Return the layouts to prove, largest worlds first."""
         if self.model is not None:
             raise ValueError(
-                f"model = {self.model!r} needs --typecheck: ranks always train the tiny model"
+                f"model = {self.model!r} needs --typecheck: without it, prove always trains the "
+                "tiny model"
             )
         self.check_ranks()
         import torch  # here, with the kernels: parsing the options needs neither
@@ -198,8 +199,8 @@ class ProveConfig:
         several = self.all or self.random != 0
         if several and (chosen != [ProveConfig().given()] or (self.all and self.random)):
             raise ValueError(
-                "--all and --random choose the layouts; pass only one of them, without options of "
-                "a single layout"
+                "--all and --random choose the layouts; pass only one of them, and no options that "
+                "set a single layout"
             )
         if not several and (self.world, self.seed) != (4, 0):
             raise ValueError("--world requires --all, and --seed requires --random")

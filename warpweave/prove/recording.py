@@ -366,7 +366,8 @@ class PretendedGraph:
         read = next((call for call in self.recording.calls if call.reads), None)
         if read is not None:
             raise RuntimeError(
-                f"{read.name} at {read.where} reads a result on the host, which a graph cannot"
+                f"{read.name} at {read.where} reads a result on the host, which a CUDA graph "
+                "cannot do"
             )
         return result
 

@@ -278,7 +278,9 @@ class TrainConfig(
             idle = [f"{'outer_' * (n != 'fragments')}{n} = {given[n]}" for n in set_]
             if self.outer > 1 or idle:
                 what = f"outer = {self.outer}" if self.outer > 1 else idle[0]
-                raise ValueError(f"{what} requires --outer-every, the steps between outer steps")
+                raise ValueError(
+                    f"{what} requires --outer-every, the number of steps between outer steps"
+                )
             return None
         rule = OuterRule(self.outer_every, **given)
         rule.check(self.overrides.layers or self.base.layers)

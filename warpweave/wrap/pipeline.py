@@ -396,7 +396,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
     owner: dict[nn.Parameter, int] = {}
     masters = {master_dtype(p.dtype) for m in modules for p in m.parameters() if p.requires_grad}
     if len(masters) > 1:
-        raise ValueError("float64 parameters cannot be mixed with others in a Pipeline")
+        raise ValueError("float64 parameters cannot be mixed with other dtypes in a Pipeline")
     for stage, module in enumerate(modules):
         for name, param in module.named_parameters():
             if owner.setdefault(param, stage) != stage:

@@ -317,8 +317,8 @@ class Zero(Sharded):
         if self._backwards == self.microbatches:
             raise RuntimeError(
                 "the number of backward passes before zero.step(lr) must be microbatches = "
-                f"{self.microbatches}, got {self._backwards + 1}; the step of another optimizer "
-                "does not replace it"
+                f"{self.microbatches}, got {self._backwards + 1}; calling another optimizer's "
+                "step() does not replace zero.step(lr)"
             )
         if not self._is_queued:
             self._is_queued = True
@@ -423,6 +423,6 @@ def _check_zero(
         for name, inner in block.named_modules():
             if inner is not block and inner in blocks:
                 raise ValueError(
-                    f"{name} of {type(block).__name__} is a block inside a block; pass only the "
-                    "outer or only the inner ones"
+                    f"the block {name} is inside another block, a {type(block).__name__}; pass "
+                    "only the outer blocks or only the inner blocks"
                 )

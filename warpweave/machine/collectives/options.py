@@ -59,7 +59,7 @@ class CollectivesConfig:
             match = re.fullmatch(r"(\d+)([KMG]?)", size.upper())
             count = int(match[1]) * _UNITS[match[2]] if match else 0
             if count < 4 or count % 4:
-                raise ValueError(f"sizes must be multiples of 4 bytes such as 64K, got {size!r}")
+                raise ValueError(f"sizes must be multiples of 4 bytes (such as 64K), got {size!r}")
             found.append(count // 4)
         return sorted(set(found))
 

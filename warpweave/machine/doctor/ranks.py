@@ -120,9 +120,7 @@ def _axis(rows: _RankRows, number: int, layout: Layout) -> Measured:
     row = rows[number]
     errors = Errors(**row["errors"])
     if row["layout"] != str(layout):
-        raise RuntimeError(
-            f"expected the ranks to prove layout {layout}, but they proved {row['layout']}"
-        )
+        raise RuntimeError(f"expected results for layout {layout}, got results for {row['layout']}")
     return Measured(errors.worst, LIMITS[layout.dtype], f"largest: {errors.where}")
 
 

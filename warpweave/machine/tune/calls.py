@@ -19,7 +19,7 @@ from warpweave.kernels.dropout import Drop
 from warpweave.kernels.gemm import fused as gemm
 from warpweave.kernels.reference import compute_dtype
 from warpweave.kernels.runtime.dtypes import NAMED_DTYPES
-from warpweave.kernels.runtime.tile_table import KINDS, Kind, Tile
+from warpweave.kernels.runtime.tile_table import KINDS, OPTIONAL_KERNELS, Kind, Tile
 from warpweave.kernels.runtime.tiles import Key, row_on
 
 TOKENS, WIDTH = 8192, 4096
@@ -60,10 +60,9 @@ class Problem:
         return self.kind
 
     @property
-    def launches(self) -> tuple[str, ...]:
-        """Parts of the names of the compiled kernels that use its tile, or that it replaces."""
-        names = {"attention_bwd": ("attention_dkdv", "attention_dq"), "gemm": ("",)}
-        return names.get(self.kernel, (self.kernel,))
+    def replaces(self) -> tuple[str, ...]:
+        """The kernels that run where an optional kernel has no tile."""
+        return ("attention_dkdv", "attention_dq") if self.kernel == "attention_bwd" else ()
 
     def shipped(self, arch: int) -> Tile | None:
         """The shipped tile on a device of capability `arch`; None if an optional kernel has none,
@@ -71,12 +70,10 @@ class Problem:
         row = row_on(self.kernel, arch, "", self.size, self.kind)
         return None if row is None else row.tile
 
-    def pins(self, tile: Tile | None) -> dict[Key, Tile]:
-        """Pins that make this problem's calls use `tile`; None pins nothing.
+    def pins(self, tile: Tile | None) -> dict[Key, Tile | None]:
+        """Pins that make this problem's calls use `tile`, or without one the kernels it `replaces`.
 
         Products pin all kinds, because a product's size decides its kind."""
-        if tile is None:
-            return {}
         kinds = KINDS if self.kernel == "gemm" else (self.kind,)
         return {(self.kernel, self.size, kind): tile for kind in kinds}
 
@@ -84,11 +81,12 @@ class Problem:
 def problems(
     kernels: tuple[str, ...], dtypes: tuple[str, ...], head_dims: tuple[int, ...]
 ) -> list[Problem]:
-    """The rows of the tile table for these options, dtype by dtype."""
+    """The rows of the tile table for these options, dtype by dtype. Optional kernels come last, as
+    they are compared with the best tiles of the others."""
     return [
         Problem(kernel, dtype, kind)
         for dtype in dtypes
-        for kernel in kernels
+        for kernel in sorted(kernels, key=OPTIONAL_KERNELS.__contains__)
         for kind in (KINDS if kernel == "gemm" else head_dims)
     ]
 
@@ -135,6 +133,9 @@ def _other_attention(problem: Problem, make: Make, tokens: int, width: int) -> C
         "dropout": {"dropout": 0.1, "dropout_seed": 7},
         "carried": {"into": (o, rows) if forward else (o, dk, dk)},
     }
+
+    if problem.kernel == "attention_bwd":  # a user's tile is for plain attention alone
+        options = {"full": options["full"]}
 
     def call(more: dict) -> object:
         if forward:

@@ -135,8 +135,9 @@ def _compile(
             while inner.__cause__ is not None:  # Triton wraps it once per device function
                 inner = inner.__cause__
             return " ".join(f"{type(inner).__name__}: {inner}".split())[:200]
-    own = [c for c in found if any(name in c.kernel for name in problem.launches)]
-    if not own:
+    names = problem.replaces or (problem.kernel,)
+    own = [c for c in found if problem.kernel == "gemm" or any(n in c.kernel for n in names)]
+    if not own or (problem.replaces and (len(own) == 1) is not (tile is not None)):
         raise RuntimeError(f"{problem} did not launch its kernel")
     return own
 

@@ -32,10 +32,10 @@ class TuneConfig:
 
     kernels: tuple[
         Literal["attention_fwd", "attention_dkdv", "attention_dq", "attention_bwd", "gemm"], ...
-    ] = ("attention_fwd", "attention_dkdv", "attention_dq", "attention_bwd", "gemm")
+    ] = ("attention_fwd", "attention_dkdv", "attention_dq", "gemm")
     """Kernels to tune; the MLP and the QKV projection use gemm's tiles. attention_bwd computes dk,
-    dv, and dq in one kernel: it gets a row, and is used, only where it is faster than
-    attention_dkdv and attention_dq, and its dq is not bitwise reproducible."""
+    dv, and dq in one kernel. It gets a row, and is then used, only where it is faster than
+    attention_dkdv and attention_dq. With such a row, gradients are not bitwise reproducible."""
     dtypes: tuple[Literal["bf16", "fp32", "fp64"], ...] = ("bf16",)
     """Precisions to tune; fp16 uses bf16's tiles."""
     head_dims: tuple[int, ...] = (64, 128, 256)

@@ -82,7 +82,7 @@ class SearchReport:
 def short(tile: Tile | None) -> str:
     """A tile's sizes in one line."""
     if tile is None:
-        return "(no tile: others run)"
+        return "(separate kernels)"
     return " ".join(f"{name}={value}" for name, value in tile._asdict().items())
 
 
@@ -206,7 +206,7 @@ def tune(
             report.left_out.append(str(problem))
             continue
         found = [*fitting(problem, bench.part, bench.compile, steps)]
-        with tiles.pinned(_replaced(problem, report)):
+        with tiles.pinned(_replaced(problem, bench.device, path)):
             found = agreeing(problem, found, bench, report)
             tile, us, shipped_us = best(problem, found, bench)
         us, shipped_us = round(us, 2), round(shipped_us, 2)
@@ -220,15 +220,15 @@ def tune(
     return report
 
 
-def _replaced(problem: Problem, report: SearchReport) -> dict[tiles.Key, Tile]:
-    """The best tiles so far of the kernels that `problem` would replace."""
-    found: dict[tiles.Key, Tile] = {}
-    for other, _, tile, *_ in report.rows:
-        if other.kernel in problem.launches and (other.dtype, other.kind) == (
-            problem.dtype, problem.kind,
-        ):  # fmt: skip
-            found |= other.pins(tile)
-    return found
+def _replaced(problem: Problem, device: str, path: Path) -> dict[tiles.Key, Tile]:
+    """The tiles in the table at `path` of the kernels that `problem` replaces, for this Triton."""
+    return {
+        (row.kernel, row.size, row.kind): row.tile
+        for row in read_table(path, by="device")
+        if (row.where, row.triton) == (device, triton.__version__)
+        and row.kernel in problem.replaces
+        and (row.size, row.kind) == (problem.size, problem.kind)
+    }
 
 
 def add_rows(path: Path, rows: Sequence[TileRow], without: tuple | None = None) -> None:

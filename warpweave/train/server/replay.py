@@ -26,7 +26,7 @@ def run(config: ReplayConfig, processes: Processes | None = None) -> None:
         head, rows = read_log(config.run / UPDATES)
         if found.server_plan is None or found.server != head["servers"]:
             raise ValueError(
-                f"{config.run}: the update log is of {head['servers']} parameter servers, but "
+                f"{config.run}: the update log is from {head['servers']} parameter servers, but "
                 f"config.toml has server = {found.server}"
             )
         torch.set_num_threads(head["threads"])  # the number decides the order of sums
