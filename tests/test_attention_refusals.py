@@ -29,8 +29,8 @@ NUMBERS: Rows = [
     ({"window": (3, 0)}, r"window must be an integer, got \(3, 0\)"),
     ({"window": ints(3, 4)}, r"window must be an integer, got tensor\(\[3, 4\]\)"),
     *[
-        ({name: value}, words and f"{name} must be positive and finite{none}, got {value}")
-        for name, none in (("scale", ""), ("softcap", " or None"))
+        ({name: value}, words and f"{name} must be {none}positive and finite, got {value}")
+        for name, none in (("scale", ""), ("softcap", "None, or "))
         for value, words in ((1e-30, None), (0.0, "x"), (-1.0, "x"), (INF, "x"), (NAN, "x"))
     ],
     ({"scale": z()}, "scale must be a number"),

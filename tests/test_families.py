@@ -326,7 +326,7 @@ def swapped(one: str, two: str) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (changed("3W1"), "rank 0: stage 3 micro-batch 1 has 1 F, 0 B, 1 I and 0 W; expected one"),
+        (changed("3W1"), "stage 3 micro-batch 1 has 1 F, 0 B, 1 I and 0 W; expected F once"),
         (changed("3W1", "3W0"), "rank 0: stage 3 micro-batch 0 has 1 F, 0 B, 1 I and 2 W"),
         (changed("1F2", "0F2"), "stage 0 must be on one rank, got ranks 0 and 1"),
         (changed("2I0", "2X0"), "row 1 field 9: expected .stage..op..micro-batch."),

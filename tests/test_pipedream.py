@@ -411,7 +411,7 @@ def test_steps_need_the_data_of_those_that_have_begun() -> None:
         engine = _engine(Mesh(pp=2).connect(), "pipedream", 2)
         given = [x[0] for x in _data(0, 2)]
         step = partial(engine.step, *given)
-        check(partial(step, lr=0.1), "needs 4 micro-batches that were fed .*, got 2")
+        check(partial(step, lr=0.1), "needs 4 queued micro-batches, got 2")
         for more in ({"lr": None}, {"lr": 0.1, "halted": torch.ones(())}):
             check(partial(step, **more), "`lr` is required and `halted` must be None")
 

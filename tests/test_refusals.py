@@ -85,7 +85,7 @@ def _attention(rows: int = 4, keys: int = 4, **layout) -> object:
         (lambda: _layout((), ()), "same nonzero number of chunks for each of the 2 parts"),
         (lambda: _layout((0, 3), (1, 1)), "expected chunks 0 to 3 exactly once each"),
         (lambda: _layout((0, 4), (1, 2)), "expected chunks 0 to 3 exactly once each"),
-        (lambda: _layout((3, 0), (1, 2)), "ascending on each rank"),
+        (lambda: _layout((3, 0), (1, 2)), "in ascending order on each rank"),
         (lambda: _layout((0, 3), (1, 2)), None),
         (lambda: check_strategy("rings"), "strategy must be Links or one of"),
         (lambda: check_strategy(Links(1.0, 1.0)), None),

@@ -72,7 +72,7 @@ def find(
     of attention. Raises ValueError, listing the available kinds, if no row fits.
     """
     tile = find_optional(kernel, device, size, kind, variant)
-    return _no_tile(kernel, *_place(device), size, kind, variant) if tile is None else tile
+    return _no_tile(kernel, *_where(device), size, kind, variant) if tile is None else tile
 
 
 def find_optional(
@@ -90,7 +90,7 @@ def find_optional(
         tile = _fitting(mine, kind)
         if tile is not None:
             return tile
-    row = row_on(kernel, *_place(device), size, kind, variant)
+    row = row_on(kernel, *_where(device), size, kind, variant)
     return None if row is None else row.tile
 
 
@@ -111,7 +111,7 @@ def row_on(
     return rows.get(kind) if kernel in OPTIONAL_KERNELS else _fitting(rows, kind)
 
 
-def _place(device: torch.device) -> tuple[int, str]:
+def _where(device: torch.device) -> tuple[int, str]:
     """The capability and name by which a device's rows are found."""
     return (0, "") if INTERPRET else (capability(device), device_name(device))
 
