@@ -126,12 +126,12 @@ def test_a_manifest_is_read_up_to_its_limits_of_bytes_and_values(
 ) -> None:
     data = b"," * 11_111  # 10,000 values are allowed, and one more per ten bytes
     manifests._count_values(data, tmp_path)
-    words = "at most 11111 JSON values, got 11112 bytes and 11112 values"
+    words = "at most 11111 JSON values for its size, got 11112 bytes and 11112 values"
     with pytest.raises(CheckpointError, match=words):
         manifests._count_values(data + b",", tmp_path)
     monkeypatch.setattr(manifests, "_MAX_BYTES", 700)
     manifests._count_values(b"x" * 700, tmp_path)
-    words = "at most 700 bytes and, .*, got 701 bytes and 0 values"
+    words = "at most 700 bytes, and .*, got 701 bytes and 0 values"
     with pytest.raises(CheckpointError, match=words):
         manifests._count_values(b"x" * 701, tmp_path)
     words = r"manifest\.json must .* got \d{3} bytes and \d\d values$"

@@ -96,7 +96,7 @@ def test_a_stage_that_gives_nothing_is_named_with_the_one_that_waits(silent, wai
 
 
 def test_lists_of_several_ranks_without_messages_are_rejected() -> None:
-    words = "^the lists of 3 ranks have no SEND or RECV; pass them through with_comm$"
+    words = "^the lists of 3 ranks have no SEND or RECV; call with_comm to add them$"
     check(lambda: run(interleaved(3, 3, 2), 6), words)
     run(lists_of("0F0 1F0 1B0 0B0"), 2)  # a single rank sends nothing
 

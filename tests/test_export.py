@@ -318,7 +318,7 @@ def test_a_tokenizer_is_the_one_given_or_on_record_or_the_first_there_is(source,
 def test_tokens_that_were_added_need_room_in_the_model_too(tmp_path):
     files = {"tokenizer.json": _words(tmp_path / "tokenizer.json", "</s>").read_bytes()}  # 98 + 2
     assert special_tokens(files, GPTConfig(100, 8, 1, 8, 2), None)["eos_token_id"] == 99
-    with pytest.raises(ConvertError, match="the tokenizer has 100 tokens, but the model has 99"):
+    with pytest.raises(ConvertError, match="has 100 tokens, but the model's vocab_size is 99"):
         special_tokens(files, GPTConfig(99, 8, 1, 8, 2), None)
     with pytest.raises(ConvertError, match=r"tokenizer.json is not a valid tokenizer"):
         special_tokens({"tokenizer.json": b"{}"}, GPTConfig(99, 8, 1, 8, 2), None)
@@ -458,7 +458,7 @@ def test_another_tokenizer_than_the_trainings_is_never_exported(words_run, bytes
         kept.write_bytes(mine)
     words = {str(i): i for i in range(300)}
     Tokenizer(models.WordLevel(words, unk_token="0")).save(str(large))
-    said = "^the tokenizer has 300 tokens, but the model has 256$"
+    said = "^the tokenizer has 300 tokens, but the model's vocab_size is 256$"
     check(lambda: to_hf(bytes_run, out, tokenizer=large), said, ConvertError)
     assert not (tmp_path / "out").exists()
 
@@ -500,8 +500,8 @@ CHOICES = (
     ({}, (2.5, 20), (30, None), (20, "pass --best to use it"), (20, 2.5)),
     (
         {10: 3.0, 15: 2.5}, (2.5, 15), (30, None), (15, "not kept"),
-        "did not keep the checkpoint of step 15, which has the lowest validation loss, 2.5000 "
-        "(kept: [10, 20, 30]); train with --early-stop",
+        "kept the checkpoints of steps [10, 20, 30], but not the one of step 15, which has the "
+        "lowest validation loss, 2.5000; train with --early-stop",
     ),
     ({}, (None, 0), (30, None), (), "has no validation loss; leave out --best"),
 )  # fmt: skip

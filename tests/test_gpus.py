@@ -52,7 +52,7 @@ def test_torch_that_sees_no_gpu_on_a_gpu_machine_is_an_error(monkeypatch, tmp_pa
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpus, "DRIVER", tmp_path)
     line = f"NVIDIA's driver, but torch {torch.__version__} sees no GPU; install a torch build for"
-    check(lambda: choose_backend(1), re.escape(f"{line} its CUDA version, {AGAIN}"))
+    check(lambda: choose_backend(1), re.escape(f"{line} the driver's CUDA version, {AGAIN}"))
     assert choose_backend(1, "gloo") == "gloo"
     for hidden in ("", "-1"):  # by the user
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)

@@ -241,7 +241,7 @@ def test_a_failed_capture_changes_nothing_and_is_not_used_again():
             r"CUDA graphs need pp = 1 and a synchronous schedule, got pp = 2 and 1f1b",
         ),
         (Mesh(outer=2), {}, "need one replica, got 2 outer replicas"),
-        (Mesh(tp=2), {"overlap": "fused", "impl": "triton"}, "none, bulk, or chunked, got 'fused'"),
+        (Mesh(tp=2), {"overlap": "fused", "impl": "triton"}, "or 'chunked', got 'fused'"),
         (Mesh(), {"packed": True}, "packed documents need impl 'triton', got 'torch'"),
         (Mesh(dp=2), {"packed": True, "impl": "triton"}, "documents need one rank, got 2"),
         (Mesh(cp=2), {"layout": "balanced"}, "a layout other than 'balanced'"),
@@ -432,7 +432,7 @@ def test_a_recording_keeps_the_order_of_forward_backward_and_resizes():
 
 
 def test_graph_safe_needs_steps_to_compare():
-    with pytest.raises(ValueError, match=r"needs no examples or at least two, .*, got 1$"):
+    with pytest.raises(ValueError, match=r"needs at least two examples or none, got 1$"):
         graph_safe(lambda x: x, ONE)
     with pytest.raises(
         ValueError, match=r"equal shapes and dtypes, got \[\] torch.float32 and \[2\]"

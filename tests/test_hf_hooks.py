@@ -279,8 +279,8 @@ REFUSED = (
     "its 61 embeddings cannot be resized to 70",
     "LlamaModel: its forward did not reach the last of 2 layers",
     "has no output_hidden_states, which warpweave.hf reads",
-    "GptOssDecoderLayer: with cp or sequence_parallel, each rank has only its own tokens' router_",
-    "with cp or sequence_parallel, each rank has only its own tokens' attentions; do not request",
+    "GptOssDecoderLayer: with cp or sequence_parallel, each rank has router_",
+    "with cp or sequence_parallel, each rank has attentions only for its own tokens; do not ",
 )
 
 

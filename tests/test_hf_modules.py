@@ -372,7 +372,7 @@ SHARED_BY_NONE = {
     "turned": (("turned",), {}, "does not read the concatenated heads"),
     "rolled": (("rolled",), {}, "must form one, two or three blocks of equal width"),
     "a norm of all": (("qkv", "norm of all"), {"kv": 4}, "norm spans queries, keys and values"),
-    "half": (("norm of half a head",), {}, "parameters other than per-head norms"),
+    "half": (("norm of half a head",), {}, "outside its linear layers and per-head"),
 }  # fmt: skip
 
 

@@ -263,7 +263,7 @@ def _refusal(free_gib: float, mesh: Mesh, plan: ParallelPlan = ParallelPlan(), *
 
 
 def _ways(text: str) -> dict[str, float]:
-    named = text.split("options that reduce it: ")[1].split("; combined: ")[0]
+    named = text.split("options that reduce memory use: ")[1].split("; combined: ")[0]
     found = re.findall(r"(--[a-z-]+ \w+) \((\d+\.\d) GiB\)", named)
     return {flag: float(size) for flag, size in found}
 

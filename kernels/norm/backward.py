@@ -200,7 +200,8 @@ def norm_bwd(
     for name, statistic in (("mean", mean), ("rstd", rstd)):
         if statistic is not None and statistic.shape != s.shape[:-1]:
             raise ValueError(
-                f"{name} must be {[*s.shape[:-1]]} for s {[*s.shape]}, got {[*statistic.shape]}"
+                f"{name} must be {[*s.shape[:-1]]}, one number per row of s, got "
+                f"{[*statistic.shape]}"
             )
     wanted = WantedGradients(bias, x_bias, x_dtype or s.dtype, residual_dtype)
     if impl == "torch":

@@ -89,7 +89,7 @@ def check_norm(
     if not eps >= 0:
         raise ValueError(f"eps must be at least 0, got {eps}")
     if weight is None:
-        raise ValueError("weight must be [E] for x[..., E], got None; pass ones(E) for no scale")
+        raise ValueError("weight must be [E] for x[..., E], got None; pass ones(E) to skip scaling")
     if x.ndim == 0 or weight.shape != x.shape[-1:] or x.shape[-1] == 0:
         raise ValueError(
             f"weight must be [E] for x[..., E], got weight {[*weight.shape]}, x {[*x.shape]}"

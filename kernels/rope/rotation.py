@@ -219,7 +219,9 @@ def _check_rope(x, cos, sin) -> None:
         )
     check_table(cos, sin)
     if not 2 <= 2 * cos.shape[1] <= D:
-        raise ValueError(f"cos and sin [S, R/2] need 2 <= R <= D = {D}, got R = {2 * cos.shape[1]}")
+        raise ValueError(
+            f"cos and sin must be [S, R/2] with 2 <= R <= D = {D}, got R = {2 * cos.shape[1]}"
+        )
 
 
 def _check_pair(q, k, cos, sin) -> None:

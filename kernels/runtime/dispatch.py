@@ -201,9 +201,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             for node in {node for node, _ in ctx.next_functions if node is not None} - reached:
                 if not hasattr(node, "variable"):
                     raise RuntimeError(
-                        f"{name} does not support second derivatives; do not pass "
-                        f"create_graph=True, because an input of {name} was computed by "
-                        f"{node.name()}"
+                        f"{name} does not support second derivatives, and an input of {name} "
+                        f"was computed by {node.name()}; do not pass create_graph=True"
                     )
                 sources.append(node.variable)
         return _Final.apply(name, found, *sources)

@@ -64,7 +64,7 @@ def _check_stages(lists: Schedule, stages: Mapping[int, Stage], ranks: Sequence[
         )
     if len(set(placement(lists))) > 1 and not lowered(lists):
         raise ValueError(
-            f"the lists of {len(lists)} ranks have no SEND or RECV; pass them through with_comm"
+            f"the lists of {len(lists)} ranks have no SEND or RECV; call with_comm to add them"
         )
 
 

@@ -124,8 +124,8 @@ def _count_values(data: bytes, path: Path) -> None:
     values, most = sum(map(data.count, b",[{")), _VALUES + len(data) // _BYTES_PER_VALUE
     if len(data) > _MAX_BYTES or values > most:
         raise CheckpointError(
-            f"{path} must have at most {_MAX_BYTES} bytes and, for its size, at most {most} JSON "
-            f"values, got {len(data)} bytes and {values} values"
+            f"{path} must have at most {_MAX_BYTES} bytes, and at most {most} JSON values for its "
+            f"size, got {len(data)} bytes and {values} values"
         )
 
 

@@ -254,8 +254,8 @@ def _check_shard(path: Path, entry: FileEntry, expected: dict[str, TensorEntry])
         room = 4096 + sum(200 + 6 * len(key) + 24 * len(e.shape) for key, e in expected.items())
         if size < 8 or length > min(size - 8, room):
             raise CheckpointError(
-                f"{path}: a safetensors header of {length} bytes does not fit {len(expected)} "
-                f"tensors in a file of {size} bytes"
+                f"{path}: a safetensors header of {length} bytes is not plausible for "
+                f"{len(expected)} tensors in a file of {size} bytes"
             )
         try:
             header = parse_manifest(file.read(length))

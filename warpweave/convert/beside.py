@@ -120,7 +120,7 @@ def special_tokens(
         raise ConvertError(f"tokenizer.json is not a valid tokenizer: {one_line(error)}") from None
     size, rows = tokenizer.get_vocab_size(with_added_tokens=True), config.vocab_size
     if size > rows:
-        raise ConvertError(f"the tokenizer has {size} tokens, but the model has {rows}")
+        raise ConvertError(f"the tokenizer has {size} tokens, but the model's vocab_size is {rows}")
     special = {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
     for kind in _KINDS:
         name = said.get(f"{kind}_token")

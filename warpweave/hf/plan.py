@@ -177,7 +177,7 @@ class Tokens:
         if others := sorted(asked - {_STATES}):
             raise ValueError(
                 f"{type(self.layers[0]).__name__}: with cp or sequence_parallel, each rank has "
-                f"only its own tokens' {', '.join(others)}; do not request layer outputs other "
+                f"{', '.join(others)} only for its own tokens; do not request layer outputs other "
                 "than hidden_states"
             )
         for n, layer in enumerate(self.layers):

@@ -149,7 +149,7 @@ def _attention_part(module: nn.Module, call: _Call, ranks: int) -> CutPart:
     known = {id(p) for part in (*linears, *wide) for p in part.parameters()} | {id(sinks)}
     others = [p for p in module.parameters() if id(p) not in known]
     if any(p.numel() not in (q.shape[-1], v.shape[-1]) for p in others):
-        raise ValueError("it has parameters other than per-head norms")
+        raise ValueError("it has parameters outside its linear layers and per-head norms")
     return CutPart("attention", module, columns, row, tuple(normed.values()), sinks)
 
 

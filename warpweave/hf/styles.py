@@ -120,7 +120,9 @@ def _without_style(layers: Any) -> list[nn.Module]:
     found = [part for part in every if part._parameters and not hasattr(part, _STYLED)]
     for layer in layers:
         if layer in found:
-            raise ValueError(f"{type(layer).__name__}: a layer must not have its own parameters")
+            raise ValueError(
+                f"{type(layer).__name__}: a layer must have parameters only in its submodules"
+            )
     return found
 
 

@@ -158,7 +158,7 @@ def _stack_of(model: nn.Module, layers: list[nn.Module]) -> tuple[nn.Module, str
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and [*child] == layers:
                 return module, name
-    raise AssertionError("no nn.ModuleList holds exactly the layers that apply found")
+    raise AssertionError("no nn.ModuleList holds exactly the layers found by apply()")
 
 
 # ---------------------------------------------------------------- unsupported operations

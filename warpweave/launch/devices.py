@@ -47,7 +47,7 @@ def choose_backend(local_world: int, asked: str | None = None, *, launched: bool
         if DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
             raise ValueError(
                 f"this machine has NVIDIA's driver, but torch {torch.__version__} sees no GPU; "
-                f"install a torch build for its CUDA version, {instead}"
+                f"install a torch build for the driver's CUDA version, {instead}"
             )
         return "gloo"
     if local_world > 1 and not dist.is_nccl_available():

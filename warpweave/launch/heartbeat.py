@@ -69,8 +69,8 @@ class Heartbeat:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Stop, and wait for a beat under way: a thread that returns from the store's C++ code
-        while the interpreter shuts down aborts the process."""
+        """Stop, and wait for any beat in progress. The process aborts if a thread returns from the
+        store's C++ code while the interpreter is shutting down."""
         atexit.unregister(self.stop)
         self._ended.set()
         if self._thread.is_alive():

@@ -263,7 +263,7 @@ class Engine:
             raise ValueError("`halted` must be None in a step after which replicas synchronize")
         if self.passes.asynchronous and (lr is None or halted is not None):
             kind = f"asynchronous schedule {self.plan.schedule}"
-            raise ValueError(f"`lr` is required and `halted` must be None with {kind}")
+            raise ValueError(f"with {kind}, `lr` is required and `halted` must be None")
         frozen = (r.name for unit in self.units for r, p in unit.params if not p.requires_grad)
         if (name := next(frozen, None)) is not None:
             raise ValueError(f"the engine trains every parameter, but {name} does not require grad")

@@ -183,8 +183,8 @@ def check_capture(plan: ParallelPlan, mesh: Mesh, impl: str, *, packed: bool = F
         )
     if plan.overlap == "fused":
         raise ValueError(
-            "CUDA graphs need overlap none, bulk, or chunked, got 'fused', whose kernels exchange "
-            "memory addresses between ranks"
+            "CUDA graphs need overlap 'none', 'bulk', or 'chunked', got 'fused', whose kernels "
+            "exchange memory addresses between ranks"
         )
     if plan.layout == "balanced" and mesh.cp > 1:
         raise ValueError(
@@ -192,7 +192,7 @@ def check_capture(plan: ParallelPlan, mesh: Mesh, impl: str, *, packed: bool = F
         )
     if packed and mesh.world > 1:
         raise ValueError(
-            f"CUDA graphs of packed documents need one rank, got {mesh.world}, because the number "
+            f"CUDA graphs of packed documents need one rank, got {mesh.world}: the number "
             "of documents differs between ranks"
         )
     if packed and impl == "torch":

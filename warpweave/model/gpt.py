@@ -324,8 +324,8 @@ class GPT(nn.Module):
         tp, index = self.mesh.size("tp"), self.mesh.index("tp")
         if tokens % tp:
             raise ValueError(
-                f"{tokens} tokens of a micro-batch are not divisible by tp ({tp}), which sequence "
-                "parallelism requires"
+                f"sequence parallelism shards tokens over tp, but {tokens} tokens of a micro-batch "
+                f"are not divisible by tp ({tp})"
             )
         return slice(index * tokens // tp, (index + 1) * tokens // tp)
 

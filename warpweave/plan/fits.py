@@ -117,5 +117,5 @@ def check_memory(step: TrainingStep, *, free: int, ranks: int, total: int | None
     raise ValueError(
         f"training needs about {now / _GIB:.1f} GiB{of} (per rank: {parts}), but {where} has "
         f"{free / _GIB:.1f}{of_all} GiB free; "
-        + (f"options that reduce it: {words}" if words else "choose a smaller --model")
+        + (f"options that reduce memory use: {words}" if words else "choose a smaller --model")
     )

@@ -65,7 +65,7 @@ def _recorded_steps(
     """Record the step with each example; see `graph_safe`."""
     if len(examples) == 1:
         raise ValueError(
-            "graph_safe needs no examples or at least two, because it compares steps, got 1"
+            "graph_safe compares steps, so it needs at least two examples or none, got 1"
         )
     examples = examples or ((), ())
     static = tree_map_only(Tensor, lambda x: x.detach().clone(), tuple(examples[0]))

@@ -70,8 +70,8 @@ def choose_checkpoint(folder: Path, *, best: bool) -> ChosenCheckpoint | None:
     kept = {int(m[1]): path for path in steps if (m := STEP.match(path.name))}
     if best and at not in kept:
         raise ValueError(
-            f"{folder} did not keep the checkpoint of step {at}, which has the lowest validation "
-            f"loss, {loss:.4f} (kept: {sorted(kept)}); train with --early-stop to keep it"
+            f"{folder} kept the checkpoints of steps {sorted(kept)}, but not the one of step {at}, "
+            f"which has the lowest validation loss, {loss:.4f}; train with --early-stop to keep it"
         )
     if best:
         return ChosenCheckpoint(kept[at], at, loss)

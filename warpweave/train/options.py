@@ -466,8 +466,8 @@ class TrainConfig(
         rows = self.batch * cut(self.seq_len, self.cp, self.plan.layout).local_len
         if self.plan.sequence_parallel and rows % self.tp:
             raise ValueError(
-                f"batch x seq_len / cp ({rows}) is not divisible by tp ({self.tp}), as sequence "
-                "parallelism requires"
+                "sequence parallelism shards tokens over tp, but batch x seq_len / cp "
+                f"({rows}) is not divisible by tp ({self.tp})"
             )
         if self.resume is True and latest(self.out / CHECKPOINTS) is None:
             raise ValueError(f"nothing to resume from: no checkpoint in {self.out / CHECKPOINTS}")

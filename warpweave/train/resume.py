@@ -134,8 +134,8 @@ def open_run(
         raise CheckpointError(f"{reader.path} was not written by the trainer: {error}") from None
     if state.get("step", reader.step) != reader.step:
         raise CheckpointError(
-            f"{reader.path} is the checkpoint of step {reader.step}, but its state is of step "
-            f"{state['step']}"
+            f"{reader.path} is the checkpoint of step {reader.step}, but contains the state of "
+            f"step {state['step']}"
         )
     return reader
 

@@ -343,7 +343,7 @@ def _lists_of(name: str, stages: int, ranks: int, microbatches: int) -> schedule
         )
     family = schedules.find_family(name, known)
     if family.chunks is not None and stages != (needed := family.chunks * ranks):
-        raise ValueError(f"schedule {name} needs {needed} modules on pp = {ranks}, got {stages}")
+        raise ValueError(f"schedule {name} needs {needed} modules if pp = {ranks}, got {stages}")
     lists = family.make(ranks, microbatches, stages // ranks)
     lists = schedules.with_update(schedules.with_reduce(schedules.with_comm(lists)))
     schedules.validate(lists, microbatches=microbatches)
