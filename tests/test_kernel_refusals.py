@@ -317,10 +317,10 @@ NORM_BACK: Rows = [
     ({"dy": z(3, 6)}, r"dy must have the shape \[4, 6\] of s, got \[3, 6\]"),
     ({"ds": X}, None),
     ({"ds": z(3, 6)}, r"ds must have the shape \[4, 6\] of s, got \[3, 6\]"),
-    ({"mean": z(3)}, r"mean must be \[4\] for s \[4, 6\], got \[3\]"),
+    ({"mean": z(3)}, r"mean must be \[4\], one number per row of s, got \[3\]"),
     *[(change | {"dy": X[:3], "s": X[:3], "mean": z(3), "rstd": z(3)}, words)
       for change, words in DROPS],
-    ({"rstd": z(4, 1)}, r"rstd must be \[4\] for s \[4, 6\], got \[4, 1\]"),
+    ({"rstd": z(4, 1)}, r"rstd must be \[4\], one number per row of s, got \[4, 1\]"),
     ({"weight": z(5)}, r"weight must be \[E\]"),
 ]  # fmt: skip
 ACTIVATE: Rows = [
