@@ -4,6 +4,7 @@ Triton runs in its interpreter, and each process uses one thread unless OMP_NUM_
 WARPWEAVE_TEST_DEVICE=cuda the kernel tests run on a GPU instead (`support/on_gpu.py`).
 """
 
+import gc
 import os
 import signal
 import sys
@@ -61,6 +62,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         place = {f"test_{name}": i for i, name in enumerate(_LONGEST)}
         items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let Python's garbage collector skip everything imported and collected so far: it stays, and
+    looking through it again and again took a seventh of the CPU time of numeric tests."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import random
@@ -18,7 +19,7 @@ import pytest
 
 from warpweave.launch import processes
 from warpweave.launch.interrupt import STOPS
-from warpweave.launch.processes import Forked, Processes, environment
+from warpweave.launch.processes import Forked, Processes, environment, import_for_good
 
 MODULE = __name__
 
@@ -345,3 +346,24 @@ def test_what_is_prepared_early_is_for_ranks_on_the_cpu_that_we_start(monkeypatc
     (tmp_path / "none").touch()
     assert Processes.early(MODULE) is None
     assert len(made) == 3
+
+
+def test_the_garbage_collector_skips_what_is_imported_for_good(tmp_path, monkeypatch) -> None:
+    """It does not run during the import, and is afterwards as it was before."""
+    (tmp_path / "needed_until_the_end.py").write_text("import gc\nENABLED = gc.isenabled()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    frozen = gc.get_freeze_count()
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            module = import_for_good("needed_until_the_end")
+            assert gc.isenabled() is enabled
+        finally:
+            gc.enable()
+        assert not module.ENABLED
+        assert module is import_for_good("needed_until_the_end")
+        del sys.modules["needed_until_the_end"]
+    assert gc.get_freeze_count() > frozen
+    with pytest.raises(ModuleNotFoundError):
+        import_for_good("no_such_module")
+    assert gc.isenabled()

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from warpweave import __version__
 from warpweave.kernels.words import did_you_mean
-from warpweave.launch.processes import Processes, starting
+from warpweave.launch.processes import Processes, import_for_good, starting
 
 _USAGE = """usage: warpweave COMMAND [OPTIONS]
 
@@ -65,7 +65,7 @@ def _main() -> None:
         config = import_module(options).parse(rest)  # without torch, so that errors are immediate
         early = Processes.early(program) if getattr(config, "starts_ranks", False) else None
         with starting(early) as processes:
-            import_module(program).run(config, processes)
+            import_for_good(program).run(config, processes)
     elif command in ("", "-h", "--help"):
         print(_USAGE)
     elif command == "--version":

@@ -31,6 +31,7 @@ _PRELOAD = [
     "pytest", "torch._dynamo.backends.debugging", "triton.experimental.gluon.language",
     "warpweave.prove", "warpweave.train.command",
 ]  # fmt: skip
+_FREEZE = "freeze_garbage"  # after the others
 # Preloaded only if this process has imported transformers: it costs two more seconds.
 _TRANSFORMERS = ["transformers.models.llama.modeling_llama", "transformers.trainer"]
 
@@ -38,7 +39,7 @@ _TRANSFORMERS = ["transformers.models.llama.modeling_llama", "transformers.train
 def _context() -> mp.context.ForkServerContext:
     context = mp.get_context("forkserver")
     more = _TRANSFORMERS if "transformers" in sys.modules else []
-    context.set_forkserver_preload([*_PRELOAD, *more])
+    context.set_forkserver_preload([*_PRELOAD, *more, _FREEZE])
     return context
 
 

@@ -32,6 +32,7 @@ from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from warpweave.launch.interrupt import STOPS
@@ -261,14 +262,32 @@ class _ForkServer:
         raise ChildProcessError("the process that forks ranks has ended") from None
 
 
+def import_for_good(module: str) -> ModuleType:
+    """Import a module that this process needs until its end.
+
+    Python's garbage collector does not run meanwhile, and skips everything that exists by then. A
+    process that only imports torch then takes 1.05 s of CPU time instead of 1.75 s (AMD EPYC), half
+    of it saved at its end. Forked processes keep sharing the memory, to which a collection would
+    write.
+    """
+    if module in sys.modules:
+        return sys.modules[module]
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(module)
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
 def _serve(pipe: connection.Connection, module: str) -> None:
     """Run the fork server. It exits without waiting for its children, which end with it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         with suppress(EOFError):
-            import_module(module)
-            gc.collect()
-            gc.freeze()  # a collection would write to all pages that forked processes share
+            import_for_good(module)
             forks = len(os.listdir("/proc/self/task")) == 1
             pipe.send(forks)
             if forks:
