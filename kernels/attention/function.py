@@ -45,9 +45,7 @@ from warpweave.kernels.attention.options import (
     check_dtype,
     check_upstream,
     checked,
-    join_options,
     prepared,
-    split_options,
 )
 from warpweave.kernels.attention.visible import Packed
 from warpweave.kernels.reference import Run, compute_dtype
@@ -86,9 +84,33 @@ def _attention_bwd_sharding(do, dlse, o, lse, q, k, v, sinks, options) -> str:
     return f"{outputs}, {outputs}, {inputs} -> {', '.join(of_qkv)}, {dsinks}"
 
 
+def _split_options(
+    options: AttentionOptions,
+) -> tuple[AttentionOptions, tuple[torch.Tensor | None, ...]]:
+    """Checked options without tensors, and the tensors, for autograd to save; see
+    `_join_options`."""
+    seed, documents = options.dropout_seed, options.documents
+    assert not isinstance(documents, Packed)  # `checked` has split it
+    plain = options._replace(documents=None, table=None)
+    if not isinstance(seed, torch.Tensor):
+        return plain, (documents, None, options.table)
+    return plain._replace(dropout_seed=0), (documents, seed, options.table)
+
+
+def _join_options(
+    options: AttentionOptions,
+    documents: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    table: torch.Tensor | None,
+) -> AttentionOptions:
+    """The inverse of `_split_options`."""
+    options = options._replace(documents=documents, table=table)
+    return options if seed is None else options._replace(dropout_seed=seed)
+
+
 def _save_attention(ctx, inputs, output):
     q, k, v, sinks, options = inputs
-    ctx.options, of_options = split_options(options)
+    ctx.options, of_options = _split_options(options)
     ctx.of_sinks = None if sinks is None else grad_dtype(sinks)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, q, k, v, sinks, *of_options)
@@ -97,7 +119,7 @@ def _save_attention(ctx, inputs, output):
 def _attention_backward(ctx, do, dlse):
     o, lse, q, k, v, sinks, *of_options = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
-    options = join_options(ctx.options, *of_options)
+    options = _join_options(ctx.options, *of_options)
     dq, dk, dv, dsinks = attention_bwd_op(do, dlse, o, lse, q, k, v, sinks, options)
     return dq, dk, dv, None if ctx.of_sinks is None else dsinks.to(ctx.of_sinks)
 

@@ -48,30 +48,6 @@ class AttentionOptions(NamedTuple):
     deterministic: bool = False
 
 
-def split_options(
-    options: AttentionOptions,
-) -> tuple[AttentionOptions, tuple[torch.Tensor | None, ...]]:
-    """Checked options without tensors, and the tensors, for autograd to save; see
-    `join_options`."""
-    seed, documents = options.dropout_seed, options.documents
-    assert not isinstance(documents, Packed)  # `checked` has split it
-    plain = options._replace(documents=None, table=None)
-    if not isinstance(seed, torch.Tensor):
-        return plain, (documents, None, options.table)
-    return plain._replace(dropout_seed=0), (documents, seed, options.table)
-
-
-def join_options(
-    options: AttentionOptions,
-    documents: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    table: torch.Tensor | None,
-) -> AttentionOptions:
-    """The inverse of `split_options`."""
-    options = options._replace(documents=documents, table=table)
-    return options if seed is None else options._replace(dropout_seed=seed)
-
-
 # ---------------------------------------------------------------- 1. options at the boundary
 
 
