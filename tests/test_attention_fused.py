@@ -18,6 +18,9 @@ from warpweave.kernels import reference
 from warpweave.kernels.attention import attention, attention_bwd, attention_fwd, backward, launch
 from warpweave.kernels.runtime.tile_table import AttentionTile
 from warpweave.kernels.runtime.tiles import pinned
+from warpweave.parallel.context.attention import context_attention
+from warpweave.parallel.layout import SequenceLayout
+from warpweave.parallel.mesh import Mesh
 
 F64 = torch.float64
 TILE = AttentionTile(16, 32, 4, 1)
@@ -143,14 +146,20 @@ def _grads(run, qkv, do):
     return torch.autograd.grad(o[0] if isinstance(o, tuple) else o, qkv, do)
 
 
+def _over_one_rank(q, k, v, **options):
+    layout, group = SequenceLayout(q.shape[1], 1), Mesh().connect().context
+    return context_attention(q, k, v, layout=layout, group=group, impl="triton", **options)
+
+
 @pytest.mark.parametrize(
     "run",
     [
         partial(attention, impl="triton"),
         torch.compile(partial(attention, impl="triton"), backend="aot_eager"),
         flash_attn_func,
+        _over_one_rank,
     ],
-    ids=["attention", "compiled", "flash_attn"],
+    ids=["attention", "compiled", "flash_attn", "context"],
 )
 def test_results_that_must_be_deterministic_have_their_own_kernels(monkeypatch, run) -> None:
     qkv = draw(B=2, Sq=37, Sk=37, Hq=4, Hkv=2, dtype=torch.float32)

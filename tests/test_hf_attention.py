@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -109,6 +110,14 @@ def test_dropout_is_drawn_from_torchs_generator_and_nothing_is_without_it(grad):
         assert not torch.equal(dropped, other)
         mean = sum(attend(*inputs(), dropout=0.25) for _ in range(150)) / 150
         assert (mean - whole).abs().mean() < 0.06  # 150 draws, always the same ones
+
+
+@pytest.mark.parametrize(("given", "passed"), [({}, False), ({"deterministic": True}, True)])
+def test_a_request_for_determinism_reaches_the_kernel(monkeypatch, given, passed):
+    seen = mock.Mock(side_effect=attention.attention)
+    monkeypatch.setattr(attention, "attention", seen)
+    attend(*inputs(), softcap=2.0, **given)
+    assert seen.call_args.kwargs["deterministic"] is passed
 
 
 def test_a_watcher_gets_heads_in_the_layout_of_the_kernel():

@@ -431,13 +431,19 @@ def block_bwd(
     q, k, v, do, wide_dq, wide_dk, wide_dv = launch.widened(q, q, k, v, do, dq, dk, dv)
     upstream = upstream._replace(do=do, delta=delta)
     carried = [x is not None for x in into]
-    tile = launch.find_fused_tile(q, k, options, carried[1])
+    variant = launch.variant_of(q, options, carried[1])
+    tile = launch.find_fused_tile(q, k, options, variant)
     with torch.cuda.device_of(q):
         if tile is not None:
-            _launch_fused(upstream, q, k, v, wide_dq, wide_dk, wide_dv, options, carried, tile)
+            _launch_fused(
+                upstream, q, k, v, wide_dq, wide_dk, wide_dv, options, carried, variant, tile
+            )
         else:
             if k.numel():
-                _launch_dkdv(upstream, q, k, v, wide_dk, wide_dv, options, carried[1])
+                tile = launch.find_attention_tile("attention_dkdv", q, variant)
+                _launch_dkdv(
+                    upstream, q, k, v, wide_dk, wide_dv, options, carried[1], variant, tile
+                )
             if q.numel():
                 _launch_dq(upstream, q, k, v, wide_dq, options, carried[0])
     for wide, given in ((wide_dq, dq), (wide_dk, dk), (wide_dv, dv)):
@@ -447,12 +453,12 @@ def block_bwd(
 
 def _launch_fused(
     upstream: Upstream, q, k, v, dq, dk, dv, options: AttentionOptions, into: list[bool],
-    tile: AttentionTile,
+    variant: frozenset[str], tile: AttentionTile,
 ) -> None:  # fmt: skip
     """dq, dk and dv in one kernel, through sums of dq / scale[B, Hq, Sq, D]."""
     B, S, H, D = q.shape
     sums = torch.zeros((B, H, S, D), dtype=upstream.lse.dtype, device=q.device)
-    _launch_dkdv(upstream, q, k, v, dk, dv, options, into[1], tile, sums)
+    _launch_dkdv(upstream, q, k, v, dk, dv, options, into[1], variant, tile, sums)
     if into[0]:
         dq.add_(sums.transpose(1, 2), alpha=options.scale)
     else:
@@ -461,13 +467,10 @@ def _launch_fused(
 
 def _launch_dkdv(
     upstream: Upstream, q, k, v, dk, dv, options: AttentionOptions, into: bool,
-    tile: AttentionTile | None = None, dq_sums: torch.Tensor | None = None,
+    variant: frozenset[str], tile: AttentionTile, dq_sums: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """dk and dv. With a `tile` of the fused kernel, also add dq / scale to dq_sums."""
+    """dk and dv. If dq_sums are given, also add dq / scale to them."""
     (B, _, H, D), Hkv, (do, lse, delta, _) = q.shape, k.shape[2], upstream
-    variant = launch.variant_of(q, options, into)
-    if tile is None:
-        tile = launch.find_attention_tile("attention_dkdv", q, variant)
     table, by_sample = launch.table_of(options, q, keys=True)
     step, (of_q, of_k, of_v, of_do, *others) = launch.shared_steps(q, k, v, do, dk, dv)
     of_q, of_do = launch.one_set(of_q, of_do)

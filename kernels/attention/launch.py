@@ -66,7 +66,7 @@ def find_attention_tile(kernel: str, q: torch.Tensor, variant: frozenset[str]) -
 
 
 def find_fused_tile(
-    q: torch.Tensor, k: torch.Tensor, options: AttentionOptions, into: bool
+    q: torch.Tensor, k: torch.Tensor, options: AttentionOptions, variant: frozenset[str]
 ) -> AttentionTile | None:
     """The tile of "attention_bwd", which computes dq, dk and dv in one kernel, or None if there is
     none, or results must be deterministic.
@@ -78,7 +78,6 @@ def find_fused_tile(
     B, S, H, D = q.shape
     if not q.numel() or not k.numel() or B * S * H >= 2**31:
         return None
-    variant = variant_of(q, options, into)
     return find_optional("attention_bwd", q.device, q.element_size(), D, variant)
 
 

@@ -80,6 +80,7 @@ def attention_forward(
 
     The mask determines what is visible, including the window; `sliding_window` is ignored, as in
     transformers' eager attention. Dropout draws one seed per call from the generator of the device.
+    `deterministic` is that of `attention`.
     Raises ValueError, naming the module, for an unknown argument (a bias of the scores, a paged
     cache), another mask than `make_mask`'s, attention weights, or dropout in a `Shared` module.
     """
