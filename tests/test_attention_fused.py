@@ -141,6 +141,25 @@ def test_the_copy_engine_adds_what_atomics_do(fused, monkeypatch, D) -> None:
     assert added
 
 
+def test_atomics_stay_within_the_sums(fused, monkeypatch) -> None:
+    """Also where they would add only zeros: on a GPU that memory may not exist."""
+    sums, atomic = [], InterpreterBuilder.create_atomic_rmw
+    made = launch.added_rows
+
+    def watched(self, op, ptr, value, mask, *rest):
+        where, first = ptr.data[mask.data], sums[0].data_ptr()
+        assert first <= where.min()
+        assert where.max() < first + sums[0].nbytes
+        return atomic(self, op, ptr, value, mask, *rest)
+
+    monkeypatch.setattr(launch, "added_rows", lambda x, tile: sums.append(x) or made(x, tile))
+    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", watched)
+    q, k, v = (x.detach() for x in draw(Sq=37, Sk=50, D=20))
+    rows = torch.rand(1, 2, 37, dtype=F64)
+    attention_bwd(q, q, k, v, rows + 3, rows, impl="triton")
+    assert len(sums) == 1
+
+
 def _grads(run, qkv, do):
     o = run(*qkv)
     return torch.autograd.grad(o[0] if isinstance(o, tuple) else o, qkv, do)
