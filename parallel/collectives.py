@@ -84,10 +84,8 @@ class Pending:
     order, without a host sync."""
 
     def __init__(self, work: dist.Work | None, finish: Callable[[], Any]) -> None:
-        self._work = work
-        self._finish = (
-            finish  # holds the buffers, so none is freed while a transfer reads or writes it
-        )
+        # `finish` holds the buffers, so none is freed while a transfer reads or writes it.
+        self._work, self._finish = work, finish
 
     def wait(self) -> Any:
         """Return the result. The current stream (on a CPU, the caller) waits for the collective."""

@@ -75,13 +75,11 @@ class Clocks:
     version: int = 0
     following: int = 0
     floor: int = 0
-    _waiting: dict[int, None] = field(
-        default_factory=dict, init=False
-    )  # workers that asked to pull, in order
-    _pulled: dict[int, tuple[int, int]] = field(
-        default_factory=dict, init=False
-    )  # version, staleness
-    _given: list[Term] = field(default_factory=list, init=False)  # accepted but not yet applied
+    # Workers that asked to pull, in order; worker -> version and staleness of what it pulled;
+    # gradients that are accepted but not yet applied.
+    _waiting: dict[int, None] = field(default_factory=dict, init=False)
+    _pulled: dict[int, tuple[int, int]] = field(default_factory=dict, init=False)
+    _given: list[Term] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         if self.staleness is not None and self.staleness < 0:
